@@ -1,0 +1,187 @@
+"""The parts that the plain path of `launch.train` puts together, each made from the config."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import importlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from overlapfx import chips
+from overlapfx.config import Config
+from overlapfx.ops.selftest import check_rings
+from overlapfx.train import data, loop, metrics, optimizer, sample, state, step
+from overlapfx.train.checkpoint import Checkpointer
+from overlapfx.train.console import Console
+from overlapfx.train.report import count, write_report
+from overlapfx.train.rundir import RunDir
+
+
+def _family(config: Config) -> Any:
+    return importlib.import_module(f"models.{config.model.family}")
+
+
+def _is_primary() -> bool:
+    return jax.process_index() == 0
+
+
+def make_model(config: Config) -> state.Model:
+    """The model of the config, without a parameter allocated."""
+    return state.describe(_family(config).build(config.model, config.overlap))
+
+
+def open_run(config: Config, path: Path) -> RunDir:
+    """The run directory, new or resumed; a context manager."""
+    return RunDir(path, config, primary=_is_primary())
+
+
+def open_checkpoints(config: Config, run: RunDir) -> Checkpointer:
+    """The checkpoints of a run; a context manager."""
+    return Checkpointer(run.checkpoint_dir, config.train.checkpoint_keep)
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """What the loop reads: this process's share of every batch, and how a batch is laid over the mesh."""
+
+    batches: data.BatchStream
+    eval_batches: Callable[[], Iterator[data.Batch]]
+    place: Callable[[Any], Any]
+
+
+def open_inputs(config: Config, mesh: Mesh, opened: contextlib.ExitStack) -> Inputs:
+    """Training and evaluation batches of the config's data set."""
+    training, validation = (data.make_source(config.data, split) for split in ("train", "validation"))
+    shape: dict[str, int] = {
+        "seq_len": config.model.seq_len,
+        "global_batch": config.data.global_batch,
+        "process_index": jax.process_index(),
+        "process_count": jax.process_count(),
+    }
+    stream = data.BatchStream(training, seed=config.data.seed, num_workers=config.data.num_workers, **shape)
+    return Inputs(
+        batches=opened.enter_context(stream),
+        eval_batches=lambda: data.eval_batches(validation, num_batches=config.train.eval_batches, **shape),
+        place=functools.partial(loop.to_global, mesh=mesh, spec=step.batch_spec(mesh)),
+    )
+
+
+def _optimizer(config: Config) -> Any:
+    return optimizer.make_optimizer(config.optimizer, config.train.num_steps)
+
+
+def first_state(
+    config: Config, mesh: Mesh, model: state.Model, checkpoints: Checkpointer, inputs: Inputs
+) -> tuple[state.TrainState, int]:
+    """The newest checkpoint's state, with the data put where it was, or initial values; and the steps behind it."""
+    check_rings(mesh)
+    latest = checkpoints.latest_step()
+    if latest is None:
+        return state.init_state(mesh, model, _optimizer(config), config.seed), 0
+    restored, position = checkpoints.restore(state.abstract_state(mesh, model, _optimizer(config), config.seed))
+    inputs.batches.set_state(position)
+    return restored, latest
+
+
+def make_step(config: Config, mesh: Mesh, model: state.Model) -> Any:
+    """The jitted training step."""
+    return step.make_train_step(
+        mesh,
+        model,
+        _optimizer(config),
+        optimizer.make_schedule(config.optimizer, config.train.num_steps),
+        grad_accum=config.optimizer.grad_accum,
+        dropout=config.model.dropout > 0,
+    )
+
+
+def chip_of(config: Config) -> chips.Chip | None:
+    """What one device can do: from the table, measured on a CPU, None for an accelerator that the table lacks."""
+    device = jax.devices()[0]
+    if device.platform == "cpu":
+        return chips.measure_cpu_peak(config.model.compute_dtype, jax.device_count())
+    return chips.detect(device)
+
+
+def open_log(
+    config: Config,
+    mesh: Mesh,
+    model: state.Model,
+    chip: chips.Chip | None,
+    run: RunDir,
+    checkpoints: Checkpointer,
+    start_step: int,
+    opened: contextlib.ExitStack,
+) -> loop.RunLog:
+    """Metrics on disk and on the console; says first what run this is."""
+    flops = _family(config).step_flops(config.model, config.data.global_batch)
+    utilization = metrics.Utilization(flops.model, flops.hardware, mesh.size, chip)
+    writer = metrics.MetricsWriter(
+        run.metrics_file,
+        run.tensorboard_dir,
+        from_step=start_step,
+        about={"mesh": _axes(mesh), "convention": utilization.convention(), "chip": chip.name if chip else None},
+        primary=_is_primary(),
+    )
+    opened.callback(writer.close)
+    console = Console(config.train.num_steps, config.train.log_every, primary=_is_primary())
+    begins = f"resumes after step {start_step}" if start_step else "starts"
+    console.note(
+        f"{config.name} {begins} in {run.path}: {count(model.num_params())} parameters, mesh {_axes(mesh)}, "
+        f"{mesh.size} x {mesh.devices.flat[0].device_kind}, overlap {config.overlap.mode}, "
+        f"{config.model.compute_dtype} compute, data {config.data.name}"
+    )
+    for note in (*run.notes, *checkpoints.skipped):
+        console.note(note)
+    return loop.RunLog(writer, console, utilization)
+
+
+def _axes(mesh: Mesh) -> str:
+    return ", ".join(f"{name}={size}" for name, size in mesh.shape.items())
+
+
+def report(
+    config: Config,
+    mesh: Mesh,
+    model: state.Model,
+    chip: chips.Chip | None,
+    run: RunDir,
+    final: state.TrainState,
+    summary: loop.Summary,
+) -> None:
+    """Draws the run's picture and prints a sample of text; an interrupted run has neither yet."""
+    if summary.interrupted:
+        return
+    text = ""
+    if config.sample.num_tokens:
+        tokens = sample.generate(
+            mesh,
+            model,
+            final.params,
+            np.concatenate([[data.SEPARATOR], data.encode(config.sample.prompt)]).astype(np.int32),
+            num_tokens=config.sample.num_tokens,
+            seq_len=config.model.seq_len,
+            temperature=config.sample.temperature,
+            key=jax.random.key(config.seed),
+        )
+        text = config.sample.prompt + data.decode(tokens)
+    if not _is_primary():
+        return
+    if text:
+        print(f"\nSample at temperature {config.sample.temperature}:\n{text}\n", flush=True)
+    write_report(
+        run.metrics_file,
+        run.report_file,
+        name=config.name,
+        num_params=model.num_params(),
+        mesh=dict(mesh.shape),
+        chip=chip.name if chip else None,
+    )
+    print(f"Picture: {run.report_file}", flush=True)

@@ -1,0 +1,134 @@
+"""The documents of one split of a text data set, with random access to their bytes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from jaxtyping import Int64, UInt8
+
+from overlapfx.train.packing import clean
+
+_log = logging.getLogger(__name__)
+
+
+class Shard(NamedTuple):
+    """Part of a file of records: the records from number `first` on, `number` of them."""
+
+    file: str
+    first: int
+    number: int
+
+
+class Records(Protocol):
+    """Records with random access, each with a "text" of UTF-8 bytes."""
+
+    def __len__(self) -> int:
+        """Number of records."""
+
+    def __getitem__(self, index: int, /) -> Mapping[str, Any]:
+        """One record."""
+
+
+class TextSource:
+    """Documents as arrays of bytes; it can be pickled, for processes that read ahead.
+
+    name: identifies data set, version and split, and so the content and the order of the documents.
+    lengths: int64 [documents], bytes of each document, without NUL.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        records: Records,
+        shards: Sequence[Shard] = (),
+        cache: Path | None = None,
+    ) -> None:
+        """Counts the lengths, which reads every record, unless they are known from the last time.
+
+        Args:
+            name: see the class.
+            records: the documents.
+            shards: where the records are, in order.
+            cache: directory where the lengths are kept; None counts them every time.
+
+        Raises:
+            ValueError: a record cannot be read; the sentence names its file and its number.
+        """
+        self.name = name
+        self._records = records
+        self._shards = tuple(shards)
+        self.lengths: Int64[np.ndarray, " documents"] = self._known_lengths(cache) if cache else self._count_lengths()
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __getitem__(self, index: int, /) -> UInt8[np.ndarray, " bytes"]:
+        """The bytes of one document, without NUL.
+
+        Raises:
+            ValueError: the record cannot be read, or has another length than it had when the lengths were counted.
+        """
+        text = self._read(index)
+        if len(text) != self.lengths[index]:
+            raise ValueError(
+                f"{self._locate(index)} has {len(text)} bytes of text where {self.lengths[index]} were counted before; "
+                "something changed the files during the run, so start again."
+            )
+        return text
+
+    def _read(self, index: int) -> UInt8[np.ndarray, " bytes"]:
+        try:
+            text = self._records[index]["text"]
+        except RuntimeError as error:  # what the ArrayRecord reader raises for files that are damaged or gone
+            raise ValueError(self._unreadable(index, str(error))) from error
+        if not isinstance(text, bytes):  # that reader takes a file cut short at a block for one of empty records
+            raise ValueError(self._unreadable(index, f"its text is {text!r}"))
+        return clean(text)
+
+    def _unreadable(self, index: int, reason: str) -> str:
+        return (
+            f"{self._locate(index)} cannot be read ({reason}); remove the directory of that file and prepare the data "
+            "set again."
+        )
+
+    def _locate(self, index: int) -> str:
+        position = index
+        for shard in self._shards:
+            if position < shard.number:
+                return f"Record {shard.first + position} of {shard.file}"
+            position -= shard.number
+        return f"Record {index} of {self.name}"
+
+    def _count_lengths(self) -> Int64[np.ndarray, " documents"]:
+        return np.array([len(self._read(i)) for i in range(len(self._records))], np.int64)
+
+    def _known_lengths(self, cache: Path) -> Int64[np.ndarray, " documents"]:
+        """The lengths kept in `cache`, or counted and kept there; their key changes when a file is written anew."""
+        stats = [os.stat(shard.file) for shard in self._shards]
+        key = json.dumps([self.name, self._shards, [(stat.st_size, stat.st_mtime_ns) for stat in stats]])
+        path = cache / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.npy"
+        if path.exists():
+            return np.load(path)
+        lengths = self._count_lengths()
+        try:
+            cache.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(dir=cache, delete=False) as file:
+                np.save(file, lengths)
+            os.replace(file.name, path)
+        except OSError as error:  # without a cache the next start takes longer, nothing else
+            _log.warning("The lengths of the documents could not be kept in %s: %s", path, error)
+        return lengths
+
+
+def cache_dir() -> Path:
+    """Where prepared data is kept if nothing is configured: overlapfx below $XDG_CACHE_HOME, or else below ~/.cache."""
+    configured = Path(os.environ.get("XDG_CACHE_HOME", ""))  # to be ignored unless absolute, by the convention
+    return (configured if configured.is_absolute() else Path.home() / ".cache") / "overlapfx"

@@ -1,0 +1,110 @@
+"""One training step: gradients inside shard_map, clipping and Adam on the sharded state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array
+
+from overlapfx import compat
+from overlapfx.mesh import batch_axes
+from overlapfx.train.state import Model, TrainState
+from overlapfx.types import Batch, Metrics, Params, PRNGKey
+
+
+def batch_spec(mesh: Mesh) -> P:
+    """Rows over every axis but x, on which each device sees whole rows."""
+    return P(batch_axes(mesh))
+
+
+def make_train_step(
+    mesh: Mesh,
+    model: Model,
+    optimizer: optax.GradientTransformation,
+    schedule: optax.Schedule,
+    *,
+    grad_accum: int,
+    dropout: bool,
+) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
+    """A jitted function (state, global batch) -> (next state, metrics); the old state is donated.
+
+    metrics: loss (nats per counted token, before the update), grad_norm (before clipping), learning_rate, tokens
+        (counted).
+    """
+    gradients = _gradients_fn(mesh, model, grad_accum)
+
+    def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        key = jax.random.fold_in(state.key, state.step) if dropout else None
+        nll_sum, count, grads = gradients(state.params, batch, key)
+        # A batch without a counted token has no gradient rather than 0 / 0.
+        scale = 1.0 / jnp.maximum(count, 1.0)
+        grads = jax.tree.map(lambda g: g * scale, grads)
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        params: Any = optax.apply_updates(state.params, updates)
+        metrics = {
+            "loss": nll_sum * scale,
+            "grad_norm": optax.tree.norm(grads),
+            "learning_rate": jnp.asarray(schedule(state.step), jnp.float32),
+            "tokens": count,
+        }
+        return TrainState(state.step + 1, params, opt_state, state.key), metrics
+
+    return jax.jit(step, donate_argnums=0)
+
+
+def make_eval_step(mesh: Mesh, model: Model) -> Callable[[Params, Batch], tuple[Array, Array]]:
+    """A jitted function (params, global batch) -> (summed negative log likelihood in nats, counted tokens)."""
+    axes = batch_axes(mesh)
+
+    def local(params: Params, batch: Batch) -> tuple[Array, Array]:
+        rows = _global_rows(axes, batch["inputs"].shape[0])
+        nll_sum, count = model.bind(params).loss(batch, rows)
+        return lax.psum(nll_sum, axes), lax.psum(count, axes)
+
+    specs = (model.layouts, batch_spec(mesh))
+    return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=(P(), P())))
+
+
+def _global_rows(axes: tuple[str, ...], num_rows: int) -> Array:
+    return lax.axis_index(axes) * num_rows + jnp.arange(num_rows)
+
+
+def _gradients_fn(mesh: Mesh, model: Model, grad_accum: int) -> Callable[..., tuple[Array, Array, Params]]:
+    """(params, batch, key) -> summed loss, counted tokens, gradient of the *sum*: the caller divides once, so that
+    every
+    token weighs the same whatever the micro-batch or device it is on.
+    """
+    axes = batch_axes(mesh)
+
+    def local(params: Params, batch: Batch, key: PRNGKey | None) -> tuple[Array, Array, Params]:
+        num_rows = batch["inputs"].shape[0]
+        rows = _global_rows(axes, num_rows)
+
+        def summed_loss(params: Params, micro: Any) -> tuple[Array, Array]:
+            micro_batch, micro_rows = micro
+            nll_sum, count = model.bind(params).loss(micro_batch, micro_rows, key)
+            return lax.psum(nll_sum, axes), lax.psum(count, axes)
+
+        grad_fn = jax.value_and_grad(summed_loss, has_aux=True)
+        if grad_accum == 1:
+            (nll_sum, count), grads = grad_fn(params, (batch, rows))
+            return nll_sum, count, grads
+        micros = jax.tree.map(lambda x: x.reshape(grad_accum, num_rows // grad_accum, *x.shape[1:]), (batch, rows))
+
+        def accumulate(total: Any, micro: Any) -> tuple[Any, None]:
+            return jax.tree.map(jnp.add, total, grad_fn(params, micro)), None
+
+        zeros = jax.tree.map(lambda p: compat.vary(jnp.zeros(p.shape, p.dtype), compat.varying_axes(p)), params)
+        start = ((jnp.zeros(()), jnp.zeros(())), zeros)
+        ((nll_sum, count), grads), _ = lax.scan(accumulate, start, micros)
+        return nll_sum, count, grads
+
+    specs = (model.layouts, batch_spec(mesh), P())
+    return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=(P(), P(), model.layouts))

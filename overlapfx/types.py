@@ -1,0 +1,36 @@
+"""Array types shared by all files, with the legend of dimension letters.
+
+B batch, T time (tokens of a sequence), D model width, F hidden width, N query heads, K key and value heads, H head
+size, V vocabulary, L layers. A name such as `x_BTD` spells its dimensions in order; inside shard_map each is the size
+of a shard.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
+
+import jax
+import numpy as np
+from jaxtyping import Array, Float, Float32, Int32, Key
+
+if TYPE_CHECKING:
+    # A batch enters a jitted function as NumPy and is seen inside as JAX, which no static checker can tell.
+    AnyArray: TypeAlias = Any
+else:
+    AnyArray = jax.Array | np.ndarray
+Scalar: TypeAlias = Float[Array, ""]
+PRNGKey: TypeAlias = Key[Array, ""]
+# Parameters: nested dicts whose leaves are arrays (or, in planning, their shapes).
+Params: TypeAlias = dict[str, Any]
+Metrics: TypeAlias = dict[str, Scalar]
+
+
+class Batch(TypedDict):
+    """One step's sequences: on the host this process's share of the global batch, inside shard_map this device's."""
+
+    inputs: Int32[AnyArray, "B T"]
+    targets: Int32[AnyArray, "B T"]
+    # 1 where the target counts in the loss, 0 where it does not.
+    mask: Float32[AnyArray, "B T"]
+    # 1, 2, ... per packed document, 0 for padding: attention does not cross documents.
+    segments: Int32[AnyArray, "B T"]
