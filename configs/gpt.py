@@ -52,7 +52,7 @@ def _tiny() -> ConfigDict:
         }
     )
     config.mesh.update({"y": 4, "x": 2})
-    config.data.global_batch = 32
+    config.data.global_batch = 16
     config.optimizer.update({"learning_rate": 3e-3, "warmup_steps": 30})
     config.train.update(
         {"num_steps": 300, "log_every": 1, "eval_every": 100, "eval_batches": 8, "checkpoint_every": 100}

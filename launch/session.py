@@ -15,6 +15,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 from overlapfx import chips
+from overlapfx import mesh as meshes
+from overlapfx.aot.device_order import physical_order
+from overlapfx.aot.variants import OURS
 from overlapfx.config import Config
 from overlapfx.ops.selftest import check_rings
 from overlapfx.train import data, loop, metrics, optimizer, sample, state, step
@@ -30,6 +33,13 @@ def _family(config: Config) -> Any:
 
 def _is_primary() -> bool:
     return jax.process_index() == 0
+
+
+def make_mesh(config: Config) -> Mesh:
+    """The mesh over every device of the run, on a TPU in the order that plans assume."""
+    devices = jax.devices()
+    ordered = physical_order(devices, config.mesh)
+    return meshes.make_mesh(config.mesh, devices if ordered is None else ordered, arrange=ordered is None)
 
 
 def make_model(config: Config) -> state.Model:
@@ -99,7 +109,13 @@ def make_step(config: Config, mesh: Mesh, model: state.Model) -> Any:
         optimizer.make_schedule(config.optimizer, config.train.num_steps),
         grad_accum=config.optimizer.grad_accum,
         dropout=config.model.dropout > 0,
+        compiler_options=_compiler_options(mesh),
     )
+
+
+def _compiler_options(mesh: Mesh) -> dict[str, Any] | None:
+    """On TPUs the options that plans of this program are made with; other compilers know none of them."""
+    return dict(OURS.options) if mesh.devices.flat[0].platform == "tpu" else None
 
 
 def chip_of(config: Config) -> chips.Chip | None:

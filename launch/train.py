@@ -30,12 +30,11 @@ def train(config: Config, run_path: Path) -> int:
     """The plain path: config -> mesh -> model -> state -> step -> loop -> report; returns the exit code."""
     # JAX starts here, after the environment is set.
     from launch import session
-    from overlapfx.mesh import make_mesh
     from overlapfx.train import loop, step
 
     with contextlib.ExitStack() as opened:
         with one_sentence("overlapfx train"):  # what the user can mend, before anything is compiled or overwritten
-            mesh = make_mesh(config.mesh)
+            mesh = session.make_mesh(config)
             model = session.make_model(config)
             inputs = session.open_inputs(config, mesh, opened)
             run = opened.enter_context(session.open_run(config, run_path))

@@ -13,18 +13,20 @@ from jax.sharding import AxisType, Mesh
 from overlapfx.config import MeshConfig
 
 
-def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
+def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None, *, arrange: bool = True) -> Mesh:
     """A mesh over all of `devices` (default: every device of the run) with axes ["replica",] "y", "x", outermost first.
 
     The replica axis exists only where there is more than one replica. On a TPU neighbours along an axis are neighbours
-    on the physical torus as far as JAX's assignment can arrange it; replicas are laid over slices.
+    on the physical torus as far as JAX's assignment can arrange it; replicas are laid over slices. With arrange=False
+    the devices stay in the order given, x fastest.
     Raises ValueError if the number of devices is not the number that the mesh has.
     """
     devices = jax.devices() if devices is None else list(devices)
     if len(devices) != config.num_devices:
         raise ValueError(_wrong_number(config, devices))
     names = ("y", "x") if config.replica == 1 else ("replica", "y", "x")
-    arranged = _arrange((config.replica, config.y, config.x), devices)
+    shape = (config.replica, config.y, config.x)
+    arranged = _arrange(shape, devices) if arrange else np.array(devices, dtype=object).reshape(shape)
     return Mesh(arranged.reshape(arranged.shape[-len(names) :]), names, axis_types=(AxisType.Auto,) * len(names))
 
 

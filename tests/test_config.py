@@ -154,7 +154,7 @@ NOT_DIVISIBLE = [
         "28 and 32",
     ),
     (
-        {"mesh.replica": 2, "optimizer.grad_accum": 3},
+        {"mesh.replica": 2, "optimizer.grad_accum": 3, "data.global_batch": 32},
         "data.global_batch is 32, which does not divide over mesh.replica * mesh.y * optimizer.grad_accum = 2 * 4 * 3",
         "24 and 48",
     ),
@@ -288,7 +288,7 @@ def test_not_a_config_at_all() -> None:
         {"mesh.x": 4, "mesh.y": 2, "model.num_kv_heads": 4},
         {"model.num_kv_heads": 2},
         {"model.positions": "learned", "model.head_dim": 33},
-        {"optimizer.grad_accum": 8, "mesh.replica": 1},
+        {"optimizer.grad_accum": 4, "mesh.replica": 1},
         {"optimizer.warmup_steps": 300},
         {"optimizer.learning_rate": 1},
         {"sample.temperature": 0},

@@ -94,5 +94,5 @@ def test_a_kept_rule_is_not_reported(path: str, source: str) -> None:
 
 
 def test_importing_the_package_does_not_import_jax() -> None:
-    code = "import sys, overlapfx, launch.train, launch.cli; sys.exit('jax' in sys.modules)"
+    code = "import sys, overlapfx, launch.train, launch.plan, launch.cli; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=PROJECT, timeout=60, check=False).returncode == 0

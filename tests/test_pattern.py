@@ -51,7 +51,7 @@ def test_check_collective_drops_axes_of_one_device_and_orders_by_label() -> None
 @pytest.mark.parametrize(
     ("collective", "message"),
     [
-        ({"q": "x"}, "rhs_gather names label 'q', which is not one of its array's labels 'df'"),
+        ({"q": "x"}, "rhs_gather names label 'q', which is not among the labels 'df'"),
         ({"d": "z"}, "uses axis 'z' for label 'd', but the mesh axes bound here are y, x, one"),
         ({"d": ("x", "z")}, "uses axis 'z'"),
         ({"d": "x", "f": "x"}, "uses axis 'x' twice, for labels 'd' and 'f'"),

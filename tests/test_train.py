@@ -48,8 +48,9 @@ def command(run_dir: pathlib.Path, **changes: object) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    """The launcher has to set up the devices by itself; only the compilation cache is kept."""
-    return {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS")}
+    """The launcher has to set up the devices by itself; only what makes compilation quick is kept."""
+    kept = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS")}
+    return kept | {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
 
 
 def train(run_dir: pathlib.Path, **changes: object) -> subprocess.CompletedProcess[str]:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from overlapfx.ops import ring
 from overlapfx.types import PRNGKey
 
 
@@ -21,7 +22,7 @@ def dropout(
     if key is None or rate == 0.0:
         return x_BTD
     _, num_tokens, shard = x_BTD.shape
-    feature_D = lax.axis_index("x") * shard + jnp.arange(shard)
+    feature_D = ring.index(("x",)) * shard + jnp.arange(shard)
     place_TD = jnp.arange(num_tokens)[:, None] * (shard * lax.axis_size("x")) + feature_D
     row_key_B = jax.vmap(jax.random.fold_in, (None, 0))(key, row_B)
     fold = jax.vmap(jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)), (None, 0)), (0, None))

@@ -31,7 +31,7 @@ class Embedding(nnx.Module):
         """
         table_VD = ring.all_gather(self.table_VD[...], ("y",), dim=1)
         num_rows, d_model = table_VD.shape
-        local_BT = tokens_BT - lax.axis_index("x") * num_rows
+        local_BT = tokens_BT - ring.index(("x",)) * num_rows
         mine_BT = (local_BT >= 0) & (local_BT < num_rows)
         rows_BTD = jnp.take(table_VD, jnp.where(mine_BT, local_BT, 0), axis=0)
         rows_BTD = jnp.where(mine_BT[..., None], rows_BTD, 0).astype(self.compute_dtype)
@@ -61,7 +61,7 @@ def cross_entropy(logits_BTV: Float[Array, "B T V"], targets_BT: Int[Array, "B T
     largest_BT = lax.pmax(lax.stop_gradient(jnp.max(logits_BTV, axis=-1)), "x")
     shifted_BTV = logits_BTV - largest_BT[..., None]
     log_sum_BT = jnp.log(lax.psum(jnp.sum(jnp.exp(shifted_BTV), axis=-1), "x"))
-    local_BT = targets_BT - lax.axis_index("x") * num_rows
+    local_BT = targets_BT - ring.index(("x",)) * num_rows
     mine_BT = (local_BT >= 0) & (local_BT < num_rows)
     picked_BT = jnp.take_along_axis(shifted_BTV, jnp.where(mine_BT, local_BT, 0)[..., None], axis=-1)[..., 0]
     return log_sum_BT - lax.psum(jnp.where(mine_BT, picked_BT, 0), "x")

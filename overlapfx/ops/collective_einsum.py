@@ -14,7 +14,7 @@ from jaxtyping import Array, Shaped
 
 from overlapfx import compat
 from overlapfx.config import Overlap
-from overlapfx.ops import engine, pieces
+from overlapfx.ops import engine, layout, pieces
 from overlapfx.plan import pattern
 from overlapfx.plan.pattern import AxisNames, Operand, Problem, Result
 
@@ -101,7 +101,8 @@ def collective_einsum_multi(
     if not rhs:
         raise ValueError(f"collective_einsum {name!r}: there is no right operand: pass at least one.")
     labels = pattern.parse_spec(spec, name)
-    mesh_axes = _bound_axes()
+    mesh_axes = _bound_axes(lhs_gather, rhs_gather, out_scatter)
+    lhs = layout.constrain(labels[0], lhs)
     gathers = [
         pattern.check_collective(name, what, labels_of, collective, mesh_axes)
         for what, labels_of, collective in (
@@ -128,14 +129,9 @@ def collective_einsum_multi(
         bias_labels=_check_bias(name, labels[2], results, bias, bias_labels),
         activation=activation,
     )
-    # Typing every operand as varying over all axes in play puts the sums of a replicated operand's gradient where they
-    # belong: in the transpose of this cast, outside the custom rule.
-    everything = [*operands, *(bias or ())]
-    named = [axes for given in (lhs_gather, rhs_gather, out_scatter) for axes in given.values()]
-    in_play = frozenset(axis for axes in named for axis in pattern.canonical_axes(axes))
-    axes = in_play.union(*(compat.varying_axes(x) for x in everything))
-    everything = [compat.vary(x, axes) for x in everything]
-    return list(_apply(static, tuple(everything[: len(operands)]), tuple(everything[len(operands) :])))
+    everything = _vary_alike([*operands, *(bias or ())], _named_axes(lhs_gather, rhs_gather, out_scatter))
+    outs = _apply(static, tuple(everything[: len(operands)]), tuple(everything[len(operands) :]))
+    return [layout.constrain(labels[2], out) for out in outs]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,7 +169,8 @@ def _forward(static: _Static, operands: Arrays, bias: Arrays, for_gradient: bool
     )
     gathered = [i for i, o in enumerate(problem.operands) if o.gather]
     keep = gathered if for_gradient and settings.save_gathered else ()
-    return engine.run(problem, moving, plan, epilogue, keep)
+    with jax.named_scope(static.name):  # by which plans find a site in the compiled program
+        return engine.run(problem, moving, plan, epilogue, keep)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -196,14 +193,20 @@ def _apply_bwd(static: _Static, residuals: Any, cotangents: Arrays) -> tuple[Arr
         )
     problem = pattern.without_gathers(pattern.backward(static.problem), [len(cotangents) + i for i in kept])
     dys = tuple(dy.astype(static.compute_dtype) for dy in cotangents)
-    arrays = (*dys, *(kept.get(i, x.astype(static.compute_dtype)) for i, x in enumerate(operands)))
+    # Behind a barrier, or XLA would see that the operands are those of the forward pass, gather them once and keep the
+    # gathered ones until here.
+    again = [
+        lax.optimization_barrier(x) if o.gather else x for x, o in zip(operands, static.problem.operands, strict=True)
+    ]
+    arrays = (*dys, *(kept.get(i, x.astype(static.compute_dtype)) for i, x in enumerate(again)))
     gradients: dict[int, Array] = {}
     for site, results in _backward_sites(static):
         part, used = pattern.restrict(problem, results)
         here = [arrays[i] for i in used]
         plan = engine.plan_problem(site, part, here, static.settings(site), dict(static.mesh_axes))
         epilogue = engine.Epilogue(dtypes=tuple(operands[i].dtype for i in results))
-        outs, _ = engine.run(part, here, plan, epilogue)
+        with jax.named_scope(site):
+            outs, _ = engine.run(part, here, plan, epilogue)
         gradients.update({i: out[0] for i, out in zip(results, outs, strict=True)})
     dbias = tuple(
         _bias_gradient(static.problem.results[0].labels, static.bias_labels, dy, b)
@@ -239,10 +242,29 @@ def _bias_gradient(labels: str, bias_labels: str, dy: Array, bias: Array) -> Arr
     return jnp.einsum(f"{labels}->{bias_labels}", dy.astype(accum)).astype(bias.dtype)
 
 
-def _bound_axes() -> dict[str, int]:
-    """Sizes of the mesh axes that shard_map has bound here."""
+def _bound_axes(*collectives: Mapping[str, AxisNames]) -> dict[str, int]:
+    """Sizes of the mesh axes that shard_map has bound here.
+
+    In automatic partitioning a vmap of size 1 stands for each axis (see `ops.layout`); found by asking for the names.
+    """
     mesh = jax.sharding.get_abstract_mesh()
-    return {axis: mesh.shape[axis] for axis in mesh.axis_names if axis in mesh.manual_axes}
+    bound = {axis: mesh.shape[axis] for axis in mesh.axis_names if axis in mesh.manual_axes}
+    wanted = _named_axes(*collectives) - bound.keys()
+    return bound | {axis: 1 for axis in sorted(wanted) if layout.is_whole(axis)}
+
+
+def _named_axes(*collectives: Mapping[str, AxisNames]) -> frozenset[str]:
+    return frozenset(axis for given in collectives for axes in given.values() for axis in pattern.canonical_axes(axes))
+
+
+def _vary_alike(arrays: Sequence[Array], axes: frozenset[str]) -> list[Array]:
+    """Types all arrays as varying over `axes` too, and over whatever any of them varies over.
+
+    This puts the sums of a replicated operand's gradient where they belong: in the transpose of the cast, outside the
+    custom rule.
+    """
+    axes = axes.union(*(compat.varying_axes(x) for x in arrays))
+    return [compat.vary(x, axes) for x in arrays]
 
 
 def _check_bias(

@@ -63,7 +63,12 @@ def multiply(
     problem: Problem, term: Term, lhs: Shaped[Array, "..."], rhs: Shaped[Array, "..."]
 ) -> Shaped[Array, "..."]:
     """One einsum, left in the accumulation dtype: rounding is the business of whoever ends the sum."""
-    return jnp.einsum(problem.spec(term), lhs, rhs, preferred_element_type=accumulation_dtype(lhs, rhs))
+    accum = accumulation_dtype(lhs, rhs)
+    if compat.target_platform() == "cpu":
+        # XLA's CPU backend refuses some products of bfloat16 with a float32 result ("ab,acd->bcd") when they run.
+        # Widened operands give the same numbers, for products of bfloat16 values are exact in float32.
+        lhs, rhs = lhs.astype(accum), rhs.astype(accum)
+    return jnp.einsum(problem.spec(term), lhs, rhs, preferred_element_type=accum)
 
 
 def multiply_all(problem: Problem, result: int, operands: Sequence[Array]) -> Shaped[Array, "..."]:

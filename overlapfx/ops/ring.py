@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Array, Int, Shaped
+
+from overlapfx import compat
 
 
 def size(axes: tuple[str, ...]) -> int:
@@ -15,6 +18,8 @@ def size(axes: tuple[str, ...]) -> int:
 
 def index(axes: tuple[str, ...]) -> Int[Array, ""]:
     """This device's place in the ring over `axes`; equals the id of the shard that it owns."""
+    if size(axes) == 1:
+        return compat.vary(jnp.zeros((), jnp.int32), frozenset(axes))
     return lax.axis_index(axes)
 
 
@@ -43,11 +48,15 @@ def _in_mesh_order(axes: tuple[str, ...]) -> tuple[tuple[str, ...], list[int]]:
 
 def all_gather(x: Shaped[Array, "..."], axes: tuple[str, ...], dim: int) -> Shaped[Array, "..."]:
     """The blocking AllGather: shards concatenated along `dim` in ring order."""
+    if size(axes) == 1:
+        return compat.vary(x, frozenset(axes))
     return lax.all_gather(x, axes, axis=dim, tiled=True)
 
 
 def psum_scatter(x: Shaped[Array, "..."], axes: tuple[str, ...], dim: int) -> Shaped[Array, "..."]:
     """The blocking ReduceScatter: the sum over the ring, this device's shard of `dim`."""
+    if size(axes) == 1:
+        return compat.vary(x, frozenset(axes))
     return lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
 
 

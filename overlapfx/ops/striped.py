@@ -71,14 +71,16 @@ def scatter_stripes(
     assert slot is not None
     labels = problem.results[slot.index].labels
     cut, dim = plan.stripe_label, labels.index(plan.stripe_label)
-    term = next(t for t in problem.terms if t.out == slot.index)
-    owner = next(i for i in term.operands() if cut in problem.operands[i].labels)
+    # Operands of other results stay whole: the same letter may have another size there.
+    used = {i for t in problem.terms if t.out == slot.index for i in t.operands()}
+    owner = next(i for i in sorted(used) if cut in problem.operands[i].labels)
     size = operands[owner].shape[problem.operands[owner].labels.index(cut)]
     wire = pieces.wire_dtype(pieces.accumulation_dtype(*operands), plan.accum_dtype)
     out: tuple[Array, ...] | None = None
     for start, length in _stripes(plan, size):
         cut_operands = [
-            pieces.take(x, o.labels, cut, start, length) for x, o in zip(operands, problem.operands, strict=True)
+            pieces.take(x, problem.operands[i].labels, cut, start, length) if i in used else x
+            for i, x in enumerate(operands)
         ]
         product = pieces.multiply_all(problem, slot.index, cut_operands)
         part = ring.psum_scatter(product.astype(wire), slot.axes, labels.index(slot.label)).astype(product.dtype)

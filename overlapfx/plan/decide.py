@@ -15,6 +15,9 @@ from overlapfx.plan.pattern import Axes, Operand, Problem, Result, num_shards
 # Straight code lets the compiler's scheduler see every transfer; beyond this ring size its compile time is not worth
 # it.
 MAX_STRAIGHT_SHARDS = 8
+# A ring cuts its einsum into as many pieces as it has devices. The weight gradient of a 1024B model, scattered over 256
+# devices, took five times its arithmetic in such pieces (time line on v4).
+MAX_AUTO_SHARDS = 16
 DEFAULT_STRIPES = 4
 
 
@@ -139,9 +142,10 @@ def choose(
 ) -> Plan:
     """The rule until a cost model decides: decompose the one collective that moves the most bytes.
 
-    Its method, when not given: a gathered label that is contracted in every product is striped, because rings would
-    read and write a running sum once per shard; every other collective is a ring. Rings of more than two devices use
-    both directions. Whatever was asked for and cannot be had is downgraded, and the plan says why.
+    In mode "auto" only collectives over at most MAX_AUTO_SHARDS devices count. The method, when not given: a gathered
+    label that is contracted is striped, because rings would read and write a running sum once per shard; every other
+    collective is a ring. Rings of more than two devices send whole shards both ways. Whatever was asked for and cannot
+    be had is downgraded, and the plan says why.
     """
     if not slots:
         return Plan(None, reason="nothing to communicate", accum_dtype=overlap.accum_dtype)
@@ -151,6 +155,14 @@ def choose(
     # sizes: full label sizes of the array that each slot speaks about; one letter may differ between right operands.
     downgrades: list[str] = []
     candidates = list(slots)
+    if overlap.mode == "auto" and overlap.method == "auto":
+        candidates = [s for s in slots if s.num_shards <= MAX_AUTO_SHARDS]
+        if not candidates:
+            return Plan(
+                None,
+                reason=f"every collective is over more than {MAX_AUTO_SHARDS} devices",
+                accum_dtype=overlap.accum_dtype,
+            )
     if overlap.method in ("prefetch", "exchange"):
         kind = "gather" if overlap.method == "prefetch" else "scatter"
         candidates = [s for s in slots if s.kind == kind]
@@ -166,7 +178,7 @@ def choose(
         slot=slot,
         method=method,
         direction=direction,
-        unroll=overlap.unroll,
+        unroll=_unroll(slot, overlap, method, direction, downgrades),
         interleave=_interleave(slot, overlap),
         loop=method == "ring" and slot.num_shards > MAX_STRAIGHT_SHARDS,
         stripe_label=stripe_label,
@@ -182,6 +194,15 @@ def _interleave(slot: Slot, overlap: Overlap) -> str:
     if overlap.interleave == "auto":
         return "parity" if slot.num_shards == 2 else "halves"
     return overlap.interleave
+
+
+def _unroll(slot: Slot, overlap: Overlap, method: str, direction: str, downgrades: list[str]) -> int:
+    splits = method == "ring" and slot.kind == "scatter" and _interleave(slot, overlap) == "halves"
+    largest = halves(Piece(0, slot.shard_size))[0].size if direction == "two" else slot.shard_size
+    if overlap.unroll == 2 and splits and largest < 2:
+        downgrades.append(f"a shard of {slot.shard_size} cannot be split into two interleaved chains: unroll 1 instead")
+        return 1
+    return overlap.unroll
 
 
 def _method(
@@ -214,12 +235,13 @@ def _stripe_label(problem: Problem, slot: Slot, label_sizes: Mapping[str, int]) 
 
 def _direction(slot: Slot, overlap: Overlap, method: str, downgrades: list[str]) -> str:
     if method not in ("ring", "prefetch"):
+        if overlap.direction not in ("auto", "one"):
+            downgrades.append(f"{method} has no direction: {overlap.direction} is ignored")
         return "one"
     direction = overlap.direction
     if direction == "auto":
-        direction = "two" if slot.num_shards > 2 else "one"
-        if len(halves(Piece(0, slot.shard_size))) < 2:
-            direction = "two_whole" if slot.num_shards > 2 else "one"
+        # Half shards both ways would keep every round alike, but cost twice the messages and copies of halves.
+        direction = "two_whole" if slot.num_shards > 2 else "one"
     if direction == "two" and len(halves(Piece(0, slot.shard_size))) < 2:
         downgrades.append(f"a shard of {slot.shard_size} has no halves for two directions: two_whole instead")
         direction = "two_whole"

@@ -9,14 +9,17 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from overlapfx import compat
 from overlapfx.mesh import batch_axes
+from overlapfx.ops import layout, ring
 from overlapfx.train.state import Model, TrainState
 from overlapfx.types import Batch, Metrics, Params, PRNGKey
+
+OPTIMIZER = "optimizer"  # scope of everything in a step that is no forward or backward pass
 
 
 def batch_spec(mesh: Mesh) -> P:
@@ -32,31 +35,36 @@ def make_train_step(
     *,
     grad_accum: int,
     dropout: bool,
+    partitioning: str = "shard_map",
+    compiler_options: dict[str, Any] | None = None,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """A jitted function (state, global batch) -> (next state, metrics); the old state is donated.
 
     metrics: loss (nats per counted token, before the update), grad_norm (before clipping), learning_rate, tokens
         (counted).
+    partitioning: "xla" hands the same model to XLA's own partitioner instead, without overlap of ours: the baseline
+        that plans compare with. Parameters and activations lie as in the other form.
     """
-    gradients = _gradients_fn(mesh, model, grad_accum)
+    gradients = _gradients_fn(mesh, model, grad_accum, partitioning)
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         key = jax.random.fold_in(state.key, state.step) if dropout else None
         nll_sum, count, grads = gradients(state.params, batch, key)
-        # A batch without a counted token has no gradient rather than 0 / 0.
-        scale = 1.0 / jnp.maximum(count, 1.0)
-        grads = jax.tree.map(lambda g: g * scale, grads)
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        params: Any = optax.apply_updates(state.params, updates)
-        metrics = {
-            "loss": nll_sum * scale,
-            "grad_norm": optax.tree.norm(grads),
-            "learning_rate": jnp.asarray(schedule(state.step), jnp.float32),
-            "tokens": count,
-        }
+        with jax.named_scope(OPTIMIZER):
+            # A batch without a counted token has no gradient rather than 0 / 0.
+            scale = 1.0 / jnp.maximum(count, 1.0)
+            grads = jax.tree.map(lambda g: g * scale, grads)
+            updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+            params: Any = optax.apply_updates(state.params, updates)
+            metrics = {
+                "loss": nll_sum * scale,
+                "grad_norm": optax.tree.norm(grads),
+                "learning_rate": jnp.asarray(schedule(state.step), jnp.float32),
+                "tokens": count,
+            }
         return TrainState(state.step + 1, params, opt_state, state.key), metrics
 
-    return jax.jit(step, donate_argnums=0)
+    return jax.jit(step, donate_argnums=0, compiler_options=compiler_options)
 
 
 def make_eval_step(mesh: Mesh, model: Model) -> Callable[[Params, Batch], tuple[Array, Array]]:
@@ -73,10 +81,18 @@ def make_eval_step(mesh: Mesh, model: Model) -> Callable[[Params, Batch], tuple[
 
 
 def _global_rows(axes: tuple[str, ...], num_rows: int) -> Array:
-    return lax.axis_index(axes) * num_rows + jnp.arange(num_rows)
+    return ring.index(axes) * num_rows + jnp.arange(num_rows)
 
 
-def _gradients_fn(mesh: Mesh, model: Model, grad_accum: int) -> Callable[..., tuple[Array, Array, Params]]:
+def _cut(x: Array, num_micros: int) -> Array:
+    """Micro-batches along a new first dimension, every device having a part of each."""
+    cut = x.reshape(num_micros, x.shape[0] // num_micros, *x.shape[1:])
+    return layout.constrain("mb" + "t" * (x.ndim - 1), cut)
+
+
+def _gradients_fn(
+    mesh: Mesh, model: Model, grad_accum: int, partitioning: str
+) -> Callable[..., tuple[Array, Array, Params]]:
     """(params, batch, key) -> summed loss, counted tokens, gradient of the *sum*: the caller divides once, so that
     every
     token weighs the same whatever the micro-batch or device it is on.
@@ -96,7 +112,7 @@ def _gradients_fn(mesh: Mesh, model: Model, grad_accum: int) -> Callable[..., tu
         if grad_accum == 1:
             (nll_sum, count), grads = grad_fn(params, (batch, rows))
             return nll_sum, count, grads
-        micros = jax.tree.map(lambda x: x.reshape(grad_accum, num_rows // grad_accum, *x.shape[1:]), (batch, rows))
+        micros = jax.tree.map(lambda x: _cut(x, grad_accum), (batch, rows))
 
         def accumulate(total: Any, micro: Any) -> tuple[Any, None]:
             return jax.tree.map(jnp.add, total, grad_fn(params, micro)), None
@@ -106,5 +122,16 @@ def _gradients_fn(mesh: Mesh, model: Model, grad_accum: int) -> Callable[..., tu
         ((nll_sum, count), grads), _ = lax.scan(accumulate, start, micros)
         return nll_sum, count, grads
 
+    out_specs = (P(), P(), model.layouts)
+    if partitioning == "xla":
+        return _whole(local, mesh, out_specs)
     specs = (model.layouts, batch_spec(mesh), P())
-    return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=(P(), P(), model.layouts))
+    return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=out_specs)
+
+
+def _whole(local: Callable[..., Any], mesh: Mesh, out_specs: Any) -> Callable[..., Any]:
+    """`local` for XLA's partitioner: batch and features of activations, results by `out_specs`, laid as in paper.md."""
+    axes_of_label = {"b": batch_axes(mesh), **dict.fromkeys("dfnv", ("x",))}
+    whole = layout.partitioned_by_xla(local, mesh, axes_of_label)
+    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), out_specs, is_leaf=lambda s: isinstance(s, P))
+    return lambda *args: lax.with_sharding_constraint(whole(*args), shardings)

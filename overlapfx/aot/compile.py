@@ -1,0 +1,115 @@
+"""Compile a function for a slice that is not there."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from overlapfx.aot.slices import Slice, device_coord
+from overlapfx.plan.torus import Coord
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes that the compiler reserves on every device."""
+
+    arguments: int
+    outputs: int
+    aliased: int
+    temporaries: int
+    code: int
+
+    @property
+    def total(self) -> int:
+        """Everything that must fit at once; donated arguments share their place with outputs."""
+        return self.arguments + self.outputs - self.aliased + self.temporaries + self.code
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledFor:
+    """A program compiled for a slice.
+
+    `text` is the scheduled HLO of one slice, `coords[i]` the place of partition i in that slice, `options` the compiler
+    options used, `compile_s` the seconds that lowering and compiling took.
+    """
+
+    topology: Slice
+    text: str
+    memory: Memory
+    coords: tuple[Coord, ...]
+    options: Mapping[str, str]
+    compile_s: float
+
+
+def compile_for(
+    topology: Slice,
+    fn: Callable[..., Any],
+    abstract_args: Sequence[Any],
+    compiler_options: Mapping[str, str | bool | int] | None = None,
+) -> CompiledFor:
+    """Compile `fn` (plain, or already wrapped in `jax.jit`) for `topology`, whose devices the arguments name.
+
+    `abstract_args` are pytrees of `jax.ShapeDtypeStruct` with NamedShardings over one mesh from `make_slice_mesh`.
+    Raises ValueError for arguments without such shardings, and for compiler options that the compiler refuses.
+    """
+    devices = _mesh_devices(topology, abstract_args)
+    options = {name: _option(value) for name, value in (compiler_options or {}).items()}
+    begin = time.perf_counter()
+    jitted: Any = fn if hasattr(fn, "lower") else jax.jit(fn)
+    lowered = jitted.lower(*abstract_args)
+    try:
+        compiled = lowered.compile(compiler_options=options)
+    except jax.errors.JaxRuntimeError as error:
+        if "compile option" not in str(error):
+            raise
+        raise ValueError(
+            f"the compiler refuses an option for {topology} ({str(error).splitlines()[0]}); remove it from {options}."
+        ) from error
+    stats = compiled.memory_analysis()
+    memory = Memory(
+        arguments=stats.argument_size_in_bytes,
+        outputs=stats.output_size_in_bytes,
+        aliased=stats.alias_size_in_bytes,
+        temporaries=stats.temp_size_in_bytes,
+        code=stats.generated_code_size_in_bytes,
+    )
+    # Every slice runs the same program over its own partitions, so that one slice's places describe them all.
+    first = [device for device in devices if not getattr(device, "slice_index", None)]
+    coords = tuple(device_coord(device, topology.torus) for device in first)
+    return CompiledFor(topology, compiled.as_text(), memory, coords, options, time.perf_counter() - begin)
+
+
+def check_options(topology: Slice, mesh: Mesh, compiler_options: Mapping[str, str | bool | int]) -> None:
+    """Raises ValueError for compiler options that the compiler refuses, after a second and not after the whole step."""
+    if compiler_options:
+        sharding = NamedSharding(mesh, PartitionSpec())
+        compile_for(
+            topology, lambda x: x + 1, [jax.ShapeDtypeStruct((8,), "float32", sharding=sharding)], compiler_options
+        )
+
+
+def _option(value: str | bool | int) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _mesh_devices(topology: Slice, abstract_args: Sequence[Any]) -> list[Any]:
+    """The devices in partition order, from the one mesh that all arguments are sharded over."""
+    shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(tuple(abstract_args))]
+    meshes = {sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding)}
+    if len(meshes) != 1 or not all(isinstance(sharding, NamedSharding) for sharding in shardings):
+        raise ValueError(
+            f"compiling for {topology} needs every argument to be a ShapeDtypeStruct with a NamedSharding over one "
+            f"mesh, but {len(meshes)} meshes were found; make them with make_slice_mesh."
+        )
+    devices = list(meshes.pop().devices.flat)
+    if len(devices) != topology.num_devices:
+        raise ValueError(
+            f"the arguments are sharded over {len(devices)} devices but {topology} has {topology.num_devices}; make "
+            f"the mesh with make_slice_mesh({str(topology)!r}, ...)."
+        )
+    return devices

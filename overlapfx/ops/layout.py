@@ -1,0 +1,65 @@
+"""Where activations lie when XLA's own partitioner cuts the program; inside shard_map it has nothing to say."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator, Mapping
+
+import jax
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Shaped
+
+_axes_of_label: contextvars.ContextVar[Mapping[str, tuple[str, ...]] | None] = contextvars.ContextVar(
+    "overlapfx_layout", default=None
+)
+
+
+def constrain(labels: str, x: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
+    """`x`, whose dimensions are called `labels`; told to the partitioner if it is an activation, else as it is.
+
+    Activations are the arrays with a label that `partitioned_by_xla` shards as the batch.
+    """
+    axes_of_label = _axes_of_label.get()
+    if axes_of_label is None or "b" not in labels:
+        return x
+    return lax.with_sharding_constraint(x, P(*(axes_of_label.get(label) for label in labels)))
+
+
+def is_whole(axis: str) -> bool:
+    """Whether `axis` is bound with size 1: by the vmap of `partitioned_by_xla`, or by a shard_map over one device."""
+    try:
+        return lax.axis_size(axis) == 1
+    except NameError:  # what JAX raises for a name that nothing binds
+        return False
+
+
+@contextlib.contextmanager
+def _constrained(axes_of_label: Mapping[str, tuple[str, ...]]) -> Iterator[None]:
+    token = _axes_of_label.set(axes_of_label)
+    try:
+        yield
+    finally:
+        _axes_of_label.reset(token)
+
+
+def partitioned_by_xla(
+    local: Callable[..., object], mesh: Mesh, axes_of_label: Mapping[str, tuple[str, ...]]
+) -> Callable[..., object]:
+    """The function of whole arrays that `local`, written for shard_map over `mesh`, computes on a single device.
+
+    Every mesh axis is a vmap of size 1 around it, under which collectives do nothing and places are 0, so the program
+    holds plain arrays only and jit leaves their partitioning to XLA. `axes_of_label` says over which mesh axes
+    `constrain` lays the dimensions of activations.
+    """
+    whole = local
+    for axis in reversed(mesh.axis_names):
+        whole = jax.vmap(whole, in_axes=None, out_axes=None, axis_name=axis, axis_size=1)
+
+    def run(*args: object) -> object:
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), _constrained(axes_of_label):
+            return whole(*args)
+
+    return run

@@ -1,0 +1,151 @@
+"""What is recorded about every call, and how one site is set apart."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import pytest
+from core_harness import Case, make_values, place, sharded_program
+from core_patterns import ONE_AXIS, mlp_down, mlp_up, query_key_value
+
+from overlapfx.config import Overlap
+from overlapfx.plan import decide, pattern
+from overlapfx.plan.decide import CallSite, record_sites
+
+pytestmark = pytest.mark.core
+
+
+def sites_of(case: Case, overlap: Overlap, **options: Any) -> dict[str, CallSite]:
+    """Sites of one forward and backward pass, by name."""
+    with record_sites() as sites:
+        arrays = place(case, make_values(case))
+        jax.eval_shape(sharded_program(case, {"mlp": overlap}, **options), *arrays)
+    assert len({site.name for site in sites}) == len(sites)
+    return {site.name: site for site in sites}
+
+
+def slots_of(site: CallSite) -> list[tuple[str, str, tuple[str, ...], int, int]]:
+    return [(s.kind, s.label, s.axes, s.num_shards, s.wire_bytes) for s in site.slots]
+
+
+def test_sites_of_two_gathers_by_hand() -> None:
+    # Per device x is [1, 3, 2] and w is [4, 2] in float32, 24 and 32 bytes; three shards of x arrive, one of w.
+    sites = sites_of(mlp_up(2, 4, 1, 3), Overlap())
+    assert list(sites) == ["mlp", "mlp.dlhs", "mlp.drhs"]
+    assert sites["mlp"].specs == ("btd,df->btf",)
+    assert slots_of(sites["mlp"]) == [("gather", "d", ("x",), 4, 72), ("gather", "d", ("y",), 2, 32)]
+    # dx = scatter(dy . gather(w)), dw = scatter(gather(x) . dy): the same shards, the other way for the gradients.
+    assert sites["mlp.dlhs"].specs == ("btf,df->btd",)
+    assert slots_of(sites["mlp.dlhs"]) == [("gather", "d", ("y",), 2, 32), ("scatter", "d", ("x",), 4, 72)]
+    assert sites["mlp.drhs"].specs == ("btd,btf->df",)
+    assert slots_of(sites["mlp.drhs"]) == [("gather", "d", ("x",), 4, 72), ("scatter", "d", ("y",), 2, 32)]
+
+
+def test_one_backward_site_where_both_gradients_need_the_gathered_cotangent() -> None:
+    sites = sites_of(mlp_down(2, 4, 1, 3), Overlap())
+    assert list(sites) == ["mlp", "mlp.bwd"]
+    assert sites["mlp.bwd"].specs == ("btd,fd->btf", "btf,btd->fd")
+    # dy [1, 3, 2] is gathered once, and w [2, 4]; dw is scattered.
+    assert slots_of(sites["mlp.bwd"]) == [
+        ("gather", "d", ("x",), 4, 72),
+        ("gather", "d", ("y",), 2, 32),
+        ("scatter", "d", ("y",), 2, 32),
+    ]
+
+
+def test_several_weights_share_one_gather() -> None:
+    sites = sites_of(query_key_value(1, 4, 1, 3), Overlap())
+    assert slots_of(sites["mlp"]) == [("gather", "d", ("x",), 4, 36)]
+    assert slots_of(sites["mlp.dlhs"]) == [("scatter", "d", ("x",), 4, 36)]
+    assert sites["mlp.dlhs"].specs == ("btnh,dnh->btd",) * 3
+
+
+def test_bytes_of_sums_follow_the_wire_dtype() -> None:
+    case = ONE_AXIS["scatter_lhs_free"](4, 2, 3)
+    wide = sites_of(case, Overlap())["mlp"].slots[0].wire_bytes
+    assert wide == 3 * (3 * 2 * 3) * 4
+    assert sites_of(case, Overlap(accum_dtype="bfloat16"))["mlp"].slots[0].wire_bytes == wide // 2
+
+
+def test_the_rule_when_nothing_is_asked_for() -> None:
+    """As documented: the largest collective; contracting gathers in stripes, all else as rings."""
+    site = sites_of(ONE_AXIS["gather_lhs_contracting"](4, 2, 3), Overlap())["mlp"]
+    assert (site.plan.method, site.plan.stripe_label, site.plan.stripes) == ("stripe", "t", 3)
+    site = sites_of(ONE_AXIS["gather_lhs_free"](4, 2, 3), Overlap())["mlp"]
+    assert (site.plan.method, site.plan.direction) == ("ring", "two_whole")
+    site = sites_of(ONE_AXIS["scatter_lhs_free"](2, 2, 3), Overlap())["mlp"]
+    assert (site.plan.method, site.plan.direction, site.plan.interleave) == ("ring", "one", "parity")
+    site = sites_of(mlp_up(2, 4, 1, 3), Overlap())["mlp"]
+    assert site.plan.slot is not None
+    assert site.plan.slot.axes == ("x",)
+    assert site.plan.reason == "most bytes of 2 collectives"
+
+
+def test_the_rule_leaves_very_large_rings_alone_unless_asked() -> None:
+    problem = pattern.forward(
+        pattern.Operand("td", (("d", ("y",)),)), pattern.Operand("df", ()), pattern.Result("tf", ()), 1
+    )
+    sizes = {("gather", 0): {"t": 8, "d": 8 * 32}}
+    for num_shards, decomposed in ((16, True), (32, False)):
+        slot = decide.Slot("gather", 0, "d", ("y",), num_shards, 8, 1000)
+        plan = decide.choose("site", problem, [slot], Overlap(), sizes)
+        assert (plan.slot is not None) == decomposed
+        assert decomposed or plan.reason == "every collective is over more than 16 devices"
+        assert decide.choose("site", problem, [slot], Overlap(mode="on"), sizes).slot == slot
+        assert decide.choose("site", problem, [slot], Overlap(method="ring"), sizes).slot == slot
+
+
+def test_large_rings_are_loops() -> None:
+    assert decide.MAX_STRAIGHT_SHARDS == 8
+    assert not sites_of(ONE_AXIS["gather_lhs_free"](8, 2, 3), Overlap())["mlp"].plan.loop
+
+
+@pytest.mark.parametrize(
+    ("overlap", "reason"),
+    [(Overlap(mode="off", method="ring"), "mode off"), (Overlap(method="blocking"), "method blocking")],
+)
+def test_blocking_says_why(overlap: Overlap, reason: str) -> None:
+    sites = sites_of(mlp_up(2, 2, 1, 3), overlap)
+    assert [(s.plan.slot, s.plan.method, s.plan.reason) for s in sites.values()] == [(None, "blocking", reason)] * 3
+
+
+def test_one_site_is_set_apart() -> None:
+    overlap = Overlap(
+        method="blocking",
+        sites={
+            "mlp": {"method": "ring", "direction": "one"},
+            "mlp.drhs": {"method": "prefetch"},
+            "other": {"unroll": 1},
+        },
+    )
+    sites = sites_of(mlp_up(2, 4, 2, 3), overlap)
+    # An override of the call holds for its backward sites, and theirs on top of it.
+    methods = {name: (site.plan.method, site.plan.direction) for name, site in sites.items()}
+    assert methods == {"mlp": ("ring", "one"), "mlp.dlhs": ("ring", "one"), "mlp.drhs": ("prefetch", "one")}
+    assert all(site.plan.unroll == 2 for site in sites.values())
+
+
+def test_a_line_for_the_log() -> None:
+    sites = sites_of(mlp_up(2, 4, 1, 3), Overlap(method="exchange"))
+    assert sites["mlp"].line() == (
+        "mlp: btd,df->btf [gather d over x=4 (72 B), gather d over y=2 (32 B)] -> ring of gather d, direction "
+        "two_whole, unroll 2 (most bytes of 2 collectives; exchange needs a scatter: ring instead)"
+    )
+    blocking = sites_of(mlp_up(1, 1, 1, 3), Overlap())["mlp"]
+    assert blocking.line() == "mlp: btd,df->btf [no collective] -> blocking (nothing to communicate)"
+    striped = sites_of(ONE_AXIS["gather_lhs_contracting"](4, 2, 3), Overlap())["mlp"]
+    assert "-> 3 stripes of t around gather b (" in striped.line()
+
+
+def test_recorders_nest_and_end() -> None:
+    case = ONE_AXIS["gather_lhs_free"](2, 2, 2)
+    with record_sites() as outer:
+        with record_sites() as inner:
+            jax.eval_shape(sharded_program(case, {"a": Overlap()}), *place(case, make_values(case)))
+        assert [site.name for site in inner] == ["a", "a.dlhs", "a.drhs"]
+        assert outer == []
+        jax.eval_shape(sharded_program(case, {"b": Overlap()}), *place(case, make_values(case)))
+        assert [site.name for site in outer] == ["b", "b.dlhs", "b.drhs"]
+    jax.eval_shape(sharded_program(case, {"c": Overlap()}), *place(case, make_values(case)))
+    assert len(outer) == 3
