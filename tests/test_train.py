@@ -143,6 +143,7 @@ def test_another_config_is_refused_and_nothing_lost(half):
         ({"model.num_kv_heads": 1}, ["model.num_kv_heads", "1", "2"]),
         ({"model.d_model": 33}, ["model.d_model", "33"]),
         ({"data.name": "no_such_set"}, ["no_such_set"]),
+        ({"data.data_dir": "README.md/data"}, ["README.md/data", "data.data_dir"]),
     ],
 )
 def test_bad_input_is_one_sentence_before_anything_is_written(tmp_path, changes, words):
@@ -152,6 +153,14 @@ def test_bad_input_is_one_sentence_before_anything_is_written(tmp_path, changes,
     assert done.stderr.count("\n") == 1, done.stderr
     assert all(word in done.stderr for word in words)
     assert not run_dir.exists()
+
+
+def test_a_run_directory_that_cannot_be_made_is_refused():
+    done = train(pathlib.Path("README.md/run"))
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1, done.stderr
+    assert "README.md/run" in done.stderr
+    assert "--run_dir" in done.stderr
 
 
 @pytest.mark.slow

@@ -23,6 +23,7 @@ from absl import flags
 
 from overlapfx.config import DataConfig
 from overlapfx.train import pystdlib
+from overlapfx.train.directories import make_directory
 from overlapfx.train.documents import Shard, TextSource, cache_dir
 from overlapfx.train.packing import SEPARATOR, VOCAB_SIZE, Batch, Rows, decode, encode, process_rows, stack
 
@@ -301,7 +302,7 @@ def _prepare_pystdlib(data_dir: Path) -> Path:
     directory = data_dir / "pystdlib" / config / str(builder_class.VERSION)
     if directory.exists():
         return directory
-    data_dir.mkdir(parents=True, exist_ok=True)
+    make_directory(data_dir, "The data directory", "set data.data_dir to a place that can be written")
     with open(data_dir / "pystdlib.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # the system releases it even if this process is killed
         if not directory.exists():

@@ -16,6 +16,8 @@ import subprocess
 from collections.abc import Mapping
 from typing import Any, TextIO
 
+from overlapfx.train.directories import make_directory
+
 _LOCK = ".lock"
 _CONFIG = "config.json"
 _VERSIONS = "versions.json"
@@ -59,7 +61,7 @@ class RunDir:
         if not primary:
             return
         _refuse_foreign(self.path)
-        self.path.mkdir(parents=True, exist_ok=True)
+        make_directory(self.path, "The run directory", "choose another one with --run_dir")
         self._lock = _take_lock(self.path)
         with contextlib.ExitStack() as undo:
             undo.callback(self.close)  # a refused directory must not stay locked
