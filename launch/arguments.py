@@ -26,15 +26,21 @@ class Parser(argparse.ArgumentParser):
         raise SystemExit(USER_ERROR)
 
 
-def config_parser(command: str, description: str) -> Parser:
-    """A parser with the arguments --config and --devices; --config.FIELD=VALUE is left to `parse`."""
+def config_parser(command: str, description: str, simulates: bool = True) -> Parser:
+    """A parser with the argument --config, and --devices if the command `simulates` any.
+
+    --config.FIELD=VALUE is left to `parse`.
+    """
     parser = Parser(
         prog=f"overlapfx {command}",
         description=description,
         epilog="--config.FIELD=VALUE replaces one field of the config, for example --config.mesh.x=4.",
     )
     parser.add_argument("--config", required=True, metavar="FILE[:NAME]", help="for example configs/gpt.py:tiny")
-    parser.add_argument("--devices", type=int, metavar="N", help="simulate N CPU devices (default: as the mesh needs)")
+    if simulates:
+        parser.add_argument(
+            "--devices", type=int, metavar="N", help="simulate N CPU devices (default: as the mesh needs)"
+        )
     return parser
 
 

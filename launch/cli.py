@@ -9,6 +9,7 @@ from collections.abc import Sequence
 # name: (module with a `main(argv) -> exit code`, what it does). `overlapfx train ...` is `python -m launch.train ...`.
 COMMANDS = {
     "train": ("launch.train", "train a model"),
+    "plan": ("launch.plan", "predict a training step on a TPU slice, on any machine"),
 }
 
 

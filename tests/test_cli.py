@@ -199,7 +199,7 @@ def test_every_command_explains_itself(name: str, capsys: pytest.CaptureFixture[
 def test_train_is_handed_config_with_run_dir(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     monkeypatch.setattr(launch.train, "prepare", lambda *arguments: calls.append(arguments))
-    monkeypatch.setattr(launch.train, "train", lambda config, run_dir: calls.append((config.mesh.x, run_dir)))
+    monkeypatch.setattr(launch.train, "train", lambda config, run_dir: calls.append((config.mesh.x, run_dir)) or 0)
     common = ["train", f"--config={TINY}", "--config.mesh.x=4"]
     assert cli.main([*common, "--run_dir=somewhere"]) == 0
     assert cli.main([*common, "--devices", "16"]) == 0

@@ -143,6 +143,14 @@ class TestGroups:
 
     def test_mesh_with_its_own_device_order(self):
         assert parse_groups("mesh['y'=2,'x'=2], device_ids=[3,2,1,0] {'x'}", 4) == ((3, 2), (1, 0))
+        # [4, 2] transposed is 0 2 4 6 1 3 5 7, cut into two rows of four: the groups of the first axis are pairs.
+        text = "mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'a'}"
+        assert parse_groups(text, 8) == ((0, 1), (2, 3), (4, 5), (6, 7))
+        assert attributes(f"channel_id=1, replica_groups={text}, use_global_device_ids=true") == {
+            "channel_id": "1",
+            "replica_groups": text,
+            "use_global_device_ids": "true",
+        }
 
     def test_notations_agree(self):
         by_list = parse_groups("{{0,2,4,6},{1,3,5,7}}", 8)

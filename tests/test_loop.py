@@ -372,8 +372,13 @@ def test_second_signal_stops_at_once(tmp_path: pathlib.Path) -> None:
 
     trainer = Trainer(tmp_path)
     trainer.numbers = Impatient()
-    with pytest.raises(KeyboardInterrupt):
-        trainer.run(5)
+    # A process that a shell started in the background begins with Ctrl-C ignored, and so would this test.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            trainer.run(5)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_data_that_ends_early_is_said_in_one_sentence(tmp_path: pathlib.Path) -> None:

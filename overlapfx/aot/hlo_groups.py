@@ -14,7 +14,10 @@ Groups = tuple[tuple[int, ...], ...]
 Pairs = tuple[tuple[int, int], ...]
 
 _IOTA = re.compile(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?$")
-_MESH = re.compile(r"mesh\[([^\]]*)\]\s*(?:,?\s*(?:device_ids=)?[\[(]+([\d,\s]+)[\])]+\s*)?\{([^}]*)\}$")
+_MESH = re.compile(
+    r"mesh\[([^\]]*)\]\s*(?:,?\s*device_ids=(\(\[[\d,]+\](?:T\([\d,]+\))?\)|\[[\d,\s]+\])\s*)?\{([^}]*)\}$"
+)
+_TILE = re.compile(r"\(\[([\d,]+)\](?:T\(([\d,]+)\))?\)$")
 _AXIS = re.compile(r"'([^']+)'(?:=(\d+)|:\((\d+)\)(\d+))?")
 
 
@@ -66,13 +69,23 @@ def _iota_groups(result: Sequence[int], sizes: Sequence[int], order: Sequence[in
     return tuple(tuple(flat[start : start + size]) for start in range(0, len(flat), size))
 
 
+def _device_ids(text: str | None, num_devices: int) -> Sequence[int]:
+    """Order of the devices in a mesh: a list `[3,2,1,0]`, or `([4,2]T(1,0))`, numbers laid over dims and transposed."""
+    if not text:
+        return range(num_devices)
+    if tile := _TILE.match(text):
+        sizes = _ints(tile[1])
+        return _iota_groups([math.prod(sizes)], sizes, _ints(tile[2] or ""))[0]
+    return _ints(text.strip("[]"))
+
+
 def _mesh_groups(mesh: str, device_ids: str | None, axes: str) -> Groups:
     """`mesh['y'=2,'x'=4] {'x'}`: devices that differ only in the named axes (or parts `'x':(pre)size` of them)."""
     names, sizes = [], []
     for name, size, _, _ in _AXIS.findall(mesh):
         names.append(name)
         sizes.append(int(size))
-    ids = _ints(device_ids) if device_ids else list(range(math.prod(sizes)))
+    ids = _device_ids(device_ids, math.prod(sizes))
     strides = _strides(sizes)
     cuts: list[tuple[int, int]] = []  # (size, stride in the device numbering) per grouped axis
     for name, _, before, size in _AXIS.findall(axes):

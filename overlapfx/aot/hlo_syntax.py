@@ -120,9 +120,12 @@ def split_list(text: str) -> list[str]:
 
 def attributes(text: str) -> dict[str, str]:
     """Read `key=value, key={...}, flag` into a mapping; a bare word maps to the empty string."""
-    found = {}
+    found: dict[str, str] = {}
     for part in split_list(text):
         key, _, value = part.partition("=")
+        if key == "device_ids" and "replica_groups" in found:
+            found["replica_groups"] += f", {part}"  # the second half of mesh[...], device_ids=(...) {...}
+            continue
         found[key.strip()] = value.strip()
     return found
 

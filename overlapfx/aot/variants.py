@@ -52,19 +52,20 @@ VARIANTS = (
     Variant("xla", "xla-async", "blocking collectives in shard_map, made asynchronous", blocking=True, options=_ASYNC),
     OURS,
 )
-GROUPS = tuple(dict.fromkeys(variant.group for variant in VARIANTS))
+NAMES = tuple(dict.fromkeys(name for variant in VARIANTS for name in (variant.group, variant.name)))
 
 
 def choose(compare: str) -> tuple[Variant, ...]:
-    """The variants of a comma-separated list of groups, in the order of the list; "" is ours alone.
+    """The variants of a comma-separated list of groups or single variants, in its order; "" is ours alone.
 
-    Raises ValueError for a name that is no group.
+    Raises ValueError for any other name.
     """
-    names = list(dict.fromkeys(name.strip() for name in compare.split(","))) if compare else [OURS.group]
+    names = [name.strip() for name in compare.split(",")] if compare else [OURS.name]
     for name in names:
-        if name not in GROUPS:
-            raise ValueError(f"--compare has {name!r}; choose from {', '.join(GROUPS)}, separated by commas.")
-    return tuple(variant for name in names for variant in VARIANTS if variant.group == name)
+        if name not in NAMES:
+            raise ValueError(f"--compare has {name!r}; choose from {', '.join(NAMES)}, separated by commas.")
+    found = (variant for name in names for variant in VARIANTS if name in (variant.group, variant.name))
+    return tuple(dict.fromkeys(found))
 
 
 def options_of(variant: Variant, given: Options) -> dict[str, str]:

@@ -20,7 +20,7 @@ _axes_of_label: contextvars.ContextVar[Mapping[str, tuple[str, ...]] | None] = c
 def constrain(labels: str, x: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
     """`x`, whose dimensions are called `labels`; told to the partitioner if it is an activation, else as it is.
 
-    Activations are the arrays with a label that `partitioned_by_xla` shards as the batch.
+    Activations are the arrays with a batch label, b; what is not said is left to the partitioner's propagation.
     """
     axes_of_label = _axes_of_label.get()
     if axes_of_label is None or "b" not in labels:

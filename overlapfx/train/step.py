@@ -45,6 +45,7 @@ def make_train_step(
     partitioning: "xla" hands the same model to XLA's own partitioner instead, without overlap of ours: the baseline
         that plans compare with. Parameters and activations lie as in the other form.
     """
+    assert partitioning in ("shard_map", "xla"), partitioning
     gradients = _gradients_fn(mesh, model, grad_accum, partitioning)
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
