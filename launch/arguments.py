@@ -46,12 +46,16 @@ def config_parser(command: str, description: str, simulates: bool = True) -> Par
 
 def parse(parser: Parser, argv: Sequence[str]) -> tuple[argparse.Namespace, Config]:
     """The parsed arguments with the checked config they describe; a wrong config is a one-sentence ValueError."""
+    arguments, overrides = parse_overrides(parser, argv)
+    return arguments, from_config_dict(load_config(arguments.config, overrides))
+
+
+def parse_overrides(parser: Parser, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The parsed arguments with, for every "--config.mesh.x=4" or "--config.mesh.x 4", the "mesh.x=4".
+
+    Anything else that the parser does not know is refused.
+    """
     arguments, rest = parser.parse_known_args(argv)
-    return arguments, from_config_dict(load_config(arguments.config, _overrides(parser, rest)))
-
-
-def _overrides(parser: Parser, rest: Sequence[str]) -> list[str]:
-    """From every "--config.mesh.x=4" or "--config.mesh.x 4" the "mesh.x=4"; anything else is refused."""
     overrides: list[str] = []
     words = iter(rest)
     for word in words:
@@ -59,7 +63,7 @@ def _overrides(parser: Parser, rest: Sequence[str]) -> list[str]:
             parser.error(f"{word!r} is not an argument; see --help.")
         word = word.removeprefix("--config.")
         overrides.append(word if "=" in word else f"{word}={next(words, '')}")
-    return overrides
+    return arguments, overrides
 
 
 @contextlib.contextmanager

@@ -9,7 +9,10 @@ from collections.abc import Sequence
 # name: (module with a `main(argv) -> exit code`, what it does). `overlapfx train ...` is `python -m launch.train ...`.
 COMMANDS = {
     "train": ("launch.train", "train a model"),
+    "launch": ("launch.launch", "train on a TPU slice, or in several processes"),
+    "doctor": ("launch.doctor", "examine the installation, the devices and the first step of a config"),
     "plan": ("launch.plan", "predict a training step on a TPU slice, on any machine"),
+    "sweep": ("launch.sweep", "find the mesh and the overlap setting for a model on a slice"),
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
@@ -40,7 +41,8 @@ def load_config(path_with_name: str, overrides: Sequence[str] = ()) -> ConfigDic
 
 def _load_module(path: str) -> ModuleType:
     """Runs a config file, looked for from the working directory first, then from the project."""
-    found = next((file for file in (Path(path), PROJECT / path) if file.is_file() and file.suffix == ".py"), None)
+    # os.path.isfile, since Path.is_file raises for a name that no file can have.
+    found = next((f for f in (Path(path), PROJECT / path) if os.path.isfile(f) and f.suffix == ".py"), None)
     if found is None:
         known = sorted(f"configs/{file.name}" for file in (PROJECT / "configs").glob("[!_]*.py"))
         raise ValueError(f"There is no config file {path!r}; the project has {', '.join(known)}.")

@@ -8,7 +8,12 @@ import re
 import sys
 from collections.abc import Mapping
 
+from launch import flags
+
 DEVICE_COUNT = "--xla_force_host_platform_device_count"
+# By default XLA's CPU scheduler makes as much as possible ready at once, and its runtime tells permutes of one program
+# apart by a number that they all share: two at the same time abort the process ("Id can't be larger than ...").
+ONE_BY_ONE = "--xla_cpu_enable_concurrency_optimized_scheduler"
 # Device files of TPUs, NVIDIA GPUs, AMD GPUs.
 ACCELERATOR_FILES = ("/dev/accel*", "/dev/vfio/[0-9]*", "/dev/nvidia[0-9]*", "/dev/kfd")
 
@@ -43,15 +48,20 @@ def device_environment(
         raise ValueError(f"--devices={devices} contradicts {already[0]} in XLA_FLAGS; leave one of them out.")
     on_cpu = platforms == "cpu" or "JAX_PLATFORMS" in added
     if on_cpu and not already:
-        added["XLA_FLAGS"] = f"{flags} {DEVICE_COUNT}={devices or num_mesh_devices}".strip()
+        one_by_one = "" if ONE_BY_ONE in flags else f" {ONE_BY_ONE}=false"
+        added["XLA_FLAGS"] = f"{flags} {DEVICE_COUNT}={devices or num_mesh_devices}{one_by_one}".strip()
     return added
 
 
 def prepare(num_mesh_devices: int, devices: int | None = None) -> dict[str, str]:
-    """Sets the variables of `device_environment` for this process; returns those that it added."""
+    """Sets the variables of `device_environment` for this process; returns those that it added.
+
+    Raises ValueError for what `device_environment` and `flags.check` refuse.
+    """
     # Too late after the import: JAX_PLATFORMS has been read by then, and a flag that does nothing must not pass
     # unnoticed.
     assert "jax" not in sys.modules, "launch.environment.prepare must run before jax is imported"
+    flags.check(os.environ)
     added = device_environment(num_mesh_devices, devices, os.environ, has_accelerator())
     os.environ.update(added)
     return added

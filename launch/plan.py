@@ -13,6 +13,7 @@ from launch.progress import Progress
 from overlapfx.aot import slices, variants
 from overlapfx.aot.variants import OURS, Variant
 from overlapfx.config import Config
+from overlapfx.plan.schedulers import SCHEDULERS
 
 DOES_NOT_FIT = 3  # exit code
 
@@ -20,11 +21,12 @@ DOES_NOT_FIT = 3  # exit code
 def main(argv: Sequence[str] | None = None) -> int:
     """Reads the arguments, compiles, prints; the exit code is 2 for an error of the user's, else that of `plan`."""
     parser = config_parser("plan", "Compile a training step for a named TPU slice and say what it will do.", False)
-    _add_arguments(parser)
+    add_arguments(parser)
     with one_sentence(parser.prog):
         arguments, config = parse(parser, sys.argv[1:] if argv is None else argv)
         topology = slices.parse_slice(arguments.topology)
         chosen = variants.choose(arguments.compare)
+        variants.choose_schedulers(arguments.scheduler)
         flags = variants.parse_settings("--flag", arguments.flag)
         assumed = variants.parse_figures("--assume", arguments.assume)
         slices.require_compiler()
@@ -32,10 +34,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     return plan(config, topology, chosen, flags, assumed, arguments)
 
 
-def _add_arguments(parser: Parser) -> None:
+def add_arguments(parser: Parser) -> None:
+    """Adds what `plan` reads besides the config."""
     add = parser.add_argument
     add("--topology", required=True, metavar="SLICE", help="for example v4:8x8x8, v5e:16x16, v5p:4x4x4,slices=2")
     add("--compare", default="", metavar="NAMES", help=f"plan several programs: any of {', '.join(variants.NAMES)}")
+    add(
+        "--scheduler",
+        default="",
+        metavar="NAMES",
+        help="order the compiled instructions anew, beside the compiler's own order: any of "
+        f"{', '.join(('compiler', *SCHEDULERS))}",
+    )
     add("--json", type=Path, metavar="FILE", help="write all figures, with versions, options and device coordinates")
     add("--png", type=Path, metavar="FILE", help="draw the time line")
     add("--trace", type=Path, metavar="FILE", help="write the time line as a trace for ui.perfetto.dev")
@@ -73,7 +83,7 @@ def plan(
     for variant in chosen:
         try:
             with progress.working(f"compiling {variant.name} for {topology}"):
-                outcomes[variant] = done = planner.plan(variant, flags)
+                outcomes[variant] = done = planner.plan(variant, flags, variants.choose_schedulers(arguments.scheduler))
         except DoesNotFit as error:
             outcomes[variant] = error
             print(f"\n{variant.name}: memory: DOES NOT FIT: {error}", flush=True)

@@ -3,36 +3,35 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 from jaxtyping import Array, Float, Int
 
-from overlapfx import compat
-from overlapfx.config import ModelConfig, Overlap
-from overlapfx.layers import param
-from overlapfx.layers.attention import CONTEXT, OUTPUT, Attention
+from overlapfx.config import Overlap
+from overlapfx.families import GPTConfig, ModelConfig
+from overlapfx.layers import param, stack
+from overlapfx.layers.attention import Attention
 from overlapfx.layers.dropout import dropout
 from overlapfx.layers.embed import Embedding, cross_entropy
 from overlapfx.layers.mlp import MLP
 from overlapfx.layers.norm import RMSNorm
 from overlapfx.plan.flops import decoder_step
-from overlapfx.types import Batch, PRNGKey
-
-# What the backward pass finds saved of each layer, besides its input.
-REMAT_POLICIES = {
-    "all": jax.checkpoint_policies.nothing_saveable,
-    "attention": jax.checkpoint_policies.save_only_these_names(CONTEXT, OUTPUT),
-}
+from overlapfx.train.objectives import NextToken
+from overlapfx.types import Evaluation, PRNGKey, Scalar, TextBatch
 
 
-def build(model: ModelConfig, overlap: Overlap) -> Callable[[PRNGKey], GPT]:
+def build(model: GPTConfig, overlap: Overlap) -> Callable[[PRNGKey], GPT]:
     """A function that makes the module, its parameters global and float32, from a key."""
     return lambda key: GPT(model, overlap, rngs=nnx.Rngs(params=key))
+
+
+def objective(model: GPTConfig) -> NextToken:
+    """Every token predicts the next one."""
+    return NextToken(model.seq_len)
 
 
 step_flops = decoder_step
@@ -41,7 +40,7 @@ step_flops = decoder_step
 class Block(nnx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, model: ModelConfig, overlap: Overlap, *, rngs: nnx.Rngs) -> None:
+    def __init__(self, model: ModelConfig, overlap: Overlap, *, causal: bool = True, rngs: nnx.Rngs) -> None:
         # Residual branches start small, so that the sum over all layers keeps the scale of one.
         shared: dict[str, Any] = {
             "d_model": model.d_model,
@@ -56,6 +55,7 @@ class Block(nnx.Module):
             num_kv_heads=model.num_kv_heads,
             head_dim=model.head_dim,
             rotary=model.positions == "rotary",
+            causal=causal,
             **shared,
         )
         self.mlp_norm = RMSNorm(d_model=model.d_model)
@@ -64,22 +64,28 @@ class Block(nnx.Module):
 
     def __call__(
         self,
-        x_BTD: Float[Array, "B T D"],
-        segments_BT: Int[Array, "B T"],
-        row_B: Int[Array, "B"],
+        xs_BTD: Sequence[Array],
+        segments_BT: Sequence[Array],
+        rows_B: Sequence[Array],
         key: PRNGKey | None,
-    ) -> Float[Array, "B T D"]:
-        """Shards [y, -, x]; `key` draws this layer's dropout, None switches it off."""
+    ) -> tuple[Array, ...]:
+        """Row stripes [y, -, x] of a batch; `key` draws this layer's dropout, None switches it off."""
         keys = (None, None) if key is None else jax.random.split(key)
-        attended_BTD = self.attention(self.attention_norm(x_BTD), segments_BT)
-        x_BTD = x_BTD + dropout(attended_BTD, self.dropout_rate, keys[0], row_B)
-        return x_BTD + dropout(self.mlp(self.mlp_norm(x_BTD)), self.dropout_rate, keys[1], row_B)
+        added = self.attention.stripes([self.attention_norm(x_BTD) for x_BTD in xs_BTD], segments_BT)
+        xs_BTD = self._add(xs_BTD, added, rows_B, keys[0])
+        return self._add(xs_BTD, self.mlp.stripes([self.mlp_norm(x_BTD) for x_BTD in xs_BTD]), rows_B, keys[1])
+
+    def _add(
+        self, xs_BTD: Sequence[Array], added_BTD: Sequence[Array], rows_B: Sequence[Array], key: PRNGKey | None
+    ) -> tuple[Array, ...]:
+        stripes = zip(xs_BTD, added_BTD, rows_B, strict=True)
+        return tuple(x_BTD + dropout(y_BTD, self.dropout_rate, key, row_B) for x_BTD, y_BTD, row_B in stripes)
 
 
 class GPT(nnx.Module):
     """Embedding, a stack of blocks under scan, norm, logits from the embedding table. Called inside shard_map."""
 
-    def __init__(self, model: ModelConfig, overlap: Overlap, *, rngs: nnx.Rngs) -> None:
+    def __init__(self, model: GPTConfig, overlap: Overlap, *, rngs: nnx.Rngs) -> None:
         self.embed = Embedding(
             vocab_size=model.vocab_size,
             d_model=model.d_model,
@@ -90,11 +96,11 @@ class GPT(nnx.Module):
         learned = model.positions == "learned"
         table = (model.seq_len, model.d_model)
         self.position_TD = param.normal(rngs.params(), table, 0.02, param.TABLE_TD) if learned else None
-        layer_keys = jax.random.split(rngs.params(), model.num_layers)
-        # One block whose parameters carry a leading layer dimension: compiled once, however deep the model.
-        self.blocks = nnx.vmap(lambda key: Block(model, overlap, rngs=nnx.Rngs(params=key)))(layer_keys)
+        self.blocks = stack.make(
+            lambda key: Block(model, overlap, rngs=nnx.Rngs(params=key)), model.num_layers, rngs.params()
+        )
         self.final_norm = RMSNorm(d_model=model.d_model)
-        self.num_layers, self.remat, self.dropout_rate = model.num_layers, model.remat, model.dropout
+        self.num_layers, self.remat, self.row_stripes = model.num_layers, model.remat, overlap.row_stripes
 
     def __call__(
         self,
@@ -107,24 +113,23 @@ class GPT(nnx.Module):
         x_BTD = self.embed.encode(tokens_BT)
         if self.position_TD is not None:
             x_BTD = x_BTD + self.position_TD[: x_BTD.shape[1]].astype(x_BTD.dtype)
-        # Between layers activations differ on every device; scan wants that said before the first one.
-        x_BTD = compat.vary(x_BTD, compat.varying_axes(tokens_BT) | {"y", "x"})
-        template, stacked = nnx.split(self.blocks)
+        segments, rows = stack.cut(segments_BT, self.row_stripes), stack.cut(row_B, self.row_stripes)
+        xs_BTD = stack.run(
+            self.blocks,
+            stack.cut(x_BTD, self.row_stripes),
+            lambda block, xs, layer_key: block(xs, segments, rows, layer_key),
+            num_layers=self.num_layers,
+            remat=self.remat,
+            key=key,
+        )
+        return self.embed.logits(self.final_norm(stack.join(xs_BTD)))
 
-        def layer(x: Array, params_and_index: tuple[Any, Array]) -> tuple[Array, None]:
-            params, index = params_and_index
-            layer_key = None if key is None else jax.random.fold_in(key, index)
-            return nnx.merge(template, params)(x, segments_BT, row_B, layer_key), None
-
-        if self.remat != "none":
-            layer = jax.checkpoint(layer, policy=REMAT_POLICIES[self.remat], prevent_cse=False)
-        x_BTD, _ = lax.scan(layer, x_BTD, (stacked, jnp.arange(self.num_layers)))
-        return self.embed.logits(self.final_norm(x_BTD))
-
-    def loss(
-        self, batch: Batch, row_B: Int[Array, "B"], key: PRNGKey | None = None
-    ) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    def loss(self, batch: TextBatch, row_B: Int[Array, "B"], key: PRNGKey | None = None) -> tuple[Scalar, Scalar]:
         """Sum of the negative log likelihood over this device's counted tokens, in nats, and their number."""
         logits_BTV = self(batch["inputs"], batch["segments"], row_B, key)
         nll_BT = cross_entropy(logits_BTV, batch["targets"])
         return jnp.sum(nll_BT * batch["mask"]), jnp.sum(batch["mask"])
+
+    def evaluate(self, batch: TextBatch, row_B: Int[Array, "B"]) -> Evaluation:
+        """The loss, without dropout."""
+        return {"loss": self.loss(batch, row_B)}

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
+from typing import Any
+
 import jax
 
 
@@ -24,3 +27,23 @@ def target_platform() -> str:
     """Platform of the devices that the code being traced will run on, "cpu" or "tpu"; not always this process's own."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     return jax.default_backend() if device is None else device.platform
+
+
+def bind_params(eqn: Any) -> tuple[list[Any], dict[str, Any]]:
+    """What the primitive of a traced equation is bound with besides its operands: functions first, then parameters."""
+    found = eqn.primitive.get_bind_params(eqn.params)
+    if isinstance(found, tuple):  # before 0.12
+        functions, params = found
+        return list(functions), dict(params)
+    return [], dict(found)
+
+
+def can_start_transfers() -> bool:
+    """Whether a transfer can be started and awaited apart in programs for the devices that are traced for.
+
+    Before 0.12 JAX writes this in a form that TPU compilers refuse; other compilers than theirs and the CPU's are
+    untried.
+    """
+    if target_platform() == "cpu":
+        return True
+    return target_platform() == "tpu" and importlib.util.find_spec("jax.experimental.overlap") is not None

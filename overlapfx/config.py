@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, TypeVar
 
-from overlapfx.fields import Choices, Fraction, Natural, NonNegativeFloat, Positive, PositiveFloat, Range, Section, Seed
+from overlapfx.families import ModelConfig, config_class
+from overlapfx.fields import Fraction, Natural, NonNegativeFloat, Positive, PositiveFloat, Range, Section, Seed
 
 MODES = ("auto", "on", "off")
 METHODS = ("auto", "ring", "stripe", "prefetch", "exchange", "blocking")
@@ -18,6 +19,7 @@ DIRECTIONS = ("auto", "one", "two", "two_whole")
 INTERLEAVES = ("auto", "parity", "halves")
 SCHEDULERS = ("compiler", "bottom_up", "top_down")
 ACCUM_DTYPES = ("float32", "bfloat16", "float16")
+ROW_STRIPES = (1, 2, 4)
 NUM_BYTES = 256  # text is read as bytes, so a vocabulary has at least these
 
 
@@ -39,6 +41,8 @@ class Overlap:
     interleave: how unroll 2 splits a ReduceScatter, "parity" (the paper's) or "halves"; see plan/chains.py.
     accum_dtype: dtype of a travelling ReduceScatter accumulator, which is also its dtype on the wire.
     save_gathered: keep gathered operands for the backward pass instead of streaming them again.
+    row_stripes: how many row stripes of a device's batch go through the layers side by side, one computing while
+        another communicates.
     sites: per-site overrides, site name -> {field: value}.
     """
 
@@ -50,6 +54,7 @@ class Overlap:
     scheduler: str = "compiler"
     accum_dtype: str = "float32"
     save_gathered: bool = False
+    row_stripes: int = 1
     sites: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=lambda: MappingProxyType({}))
 
     def __post_init__(self) -> None:
@@ -60,6 +65,7 @@ class Overlap:
         _check_choice("overlap.interleave", self.interleave, INTERLEAVES)
         _check_choice("overlap.scheduler", self.scheduler, SCHEDULERS)
         _check_choice("overlap.accum_dtype", self.accum_dtype, ACCUM_DTYPES)
+        _check_choice("overlap.row_stripes", self.row_stripes, ROW_STRIPES)
         known = {f.name for f in dataclasses.fields(self)} - {"sites"}
         for site, override in self.sites.items():
             unknown = sorted(set(override) - known)
@@ -89,33 +95,6 @@ T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
-class ModelConfig(Section):
-    """Shape of the network; sizes are global, in elements.
-
-    num_kv_heads: equal to num_heads for multi-head attention, a divisor of it for grouped-query attention.
-    remat: what the backward pass recomputes: "none", "all", or "attention" (all but the attention context and the
-        output projection, which are saved).
-    """
-
-    _where: ClassVar[str] = "model."
-    family: Annotated[str, Choices(("gpt",))]
-    vocab_size: Positive
-    num_layers: Positive
-    d_model: Positive
-    d_ff: Positive
-    num_heads: Positive
-    num_kv_heads: Positive
-    head_dim: Positive
-    seq_len: Positive
-    positions: Annotated[str, Choices(("rotary", "learned"))]
-    activation: Annotated[str, Choices(("gelu", "relu", "silu"))]
-    gated: bool
-    dropout: Fraction
-    remat: Annotated[str, Choices(("none", "all", "attention"))]
-    compute_dtype: Annotated[str, Choices(("bfloat16", "float32"))]
-
-
-@dataclasses.dataclass(frozen=True)
 class MeshConfig(Section):
     """Devices along the data axis y, the model axis x, the optional outer axis of replicas of the whole model."""
 
@@ -134,7 +113,8 @@ class MeshConfig(Section):
 class DataConfig(Section):
     """What is read: a data set by name, `global_batch` sequences per step over all devices.
 
-    data_dir: "" means the default cache. num_workers: reader processes, 0 reads in this process.
+    data_dir: "" means the default cache. num_workers: reader processes, 0 reads in this process. max_skipped_records:
+        how many records of a split may be unreadable; they count as empty documents.
     """
 
     _where: ClassVar[str] = "data."
@@ -143,6 +123,16 @@ class DataConfig(Section):
     global_batch: Positive
     num_workers: Natural
     seed: Seed
+    max_skipped_records: Natural = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        part = r"[A-Za-z0-9_][A-Za-z0-9_.+-]*"
+        if not re.fullmatch(f"{part}(/{part})?(:{part})?", self.name):
+            raise ValueError(
+                f"data.name is {self.name!r}; write NAME, NAME/CONFIG or NAME/CONFIG:VERSION of letters, digits, '.', "
+                "'_', '+' or '-': it names a place below data.data_dir."
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,7 +156,11 @@ class OptimizerConfig(Section):
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig(Section):
-    """Length of the run; every `_every` counts steps."""
+    """Length of the run; every `_every` counts steps.
+
+    step_timeout_s: seconds after which the watchdog ends a step or an evaluation batch that does not finish, 0 for
+        none. max_skipped_steps: how many updates in a row may be skipped because their numbers are not finite.
+    """
 
     _where: ClassVar[str] = "train."
     num_steps: Positive
@@ -175,6 +169,8 @@ class TrainConfig(Section):
     eval_batches: Positive
     checkpoint_every: Positive
     checkpoint_keep: Positive
+    step_timeout_s: NonNegativeFloat = 1800.0
+    max_skipped_steps: Natural = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -234,7 +230,9 @@ def _build(cls: type[T], values: Any, where: str) -> T:
         if name in values:
             made[name] = values[name]
             if dataclasses.is_dataclass(hints[name]):
-                made[name] = _build(hints[name], values[name], f"{where}{name}.")
+                by_family = hints[name] is ModelConfig and isinstance(values[name], Mapping)
+                section = config_class(values[name]) if by_family else hints[name]
+                made[name] = _build(section, values[name], f"{where}{name}.")
             elif typing.get_origin(hints[name]) is Mapping:
                 _check_groups(values[name], f"{where}{name}")
         elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
@@ -289,6 +287,16 @@ def validate(config: Config) -> None:
     if model.vocab_size < NUM_BYTES:
         legal = math.ceil(NUM_BYTES / mesh.x) * mesh.x
         raise ValueError(f"model.vocab_size is {model.vocab_size}, less than the {NUM_BYTES} byte values; use {legal}.")
+    if config.overlap.row_stripes > 1 and not model.takes_row_stripes:
+        raise ValueError(
+            f"overlap.row_stripes is {config.overlap.row_stripes}, but the layers of the family {model.family} take "
+            "the batch as a whole; use 1."
+        )
+    if config.sample.num_tokens and not model.continues_text:
+        raise ValueError(
+            f"sample.num_tokens is {config.sample.num_tokens}, but a model of the family {model.family} does not "
+            "continue text; use 0."
+        )
     if optimizer.warmup_steps > config.train.num_steps:
         raise ValueError(
             f"optimizer.warmup_steps is {optimizer.warmup_steps}, "

@@ -1,12 +1,13 @@
 """Array types shared by all files, with the legend of dimension letters.
 
-B batch, T time (tokens of a sequence), D model width, F hidden width, N query heads, K key and value heads, H head
-size, V vocabulary, L layers. A name such as `x_BTD` spells its dimensions in order; inside shard_map each is the size
-of a shard.
+B batch, T time (tokens of a sequence), S time of the sequence that is attended to, D model width, F hidden width, N
+query heads, K key and value heads, H head size, V vocabulary, L layers. A name such as `x_BTD` spells its dimensions in
+order; inside shard_map each is the size of a shard.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
 
 import jax
@@ -22,11 +23,17 @@ Scalar: TypeAlias = Float[Array, ""]
 PRNGKey: TypeAlias = Key[Array, ""]
 # Parameters: nested dicts whose leaves are arrays (or, in planning, their shapes).
 Params: TypeAlias = dict[str, Any]
-Metrics: TypeAlias = dict[str, Scalar]
+# Scalars, which are logged under their names, with `finite_leaves`; see `train.step.make_train_step`.
+Metrics: TypeAlias = dict[str, Array]
+# What an evaluation finds: name -> (sum over what was counted, how much was counted), whose quotient it reports.
+Evaluation: TypeAlias = dict[str, tuple[Scalar, Scalar]]
+# One step's sequences, rows first: on the host this process's share of the global batch, inside shard_map this
+# device's. What else they hold is up to the objective of the model; see train/objectives.py.
+Batch: TypeAlias = Mapping[str, Any]
 
 
-class Batch(TypedDict):
-    """One step's sequences: on the host this process's share of the global batch, inside shard_map this device's."""
+class TextBatch(TypedDict):
+    """Tokens, each with a target."""
 
     inputs: Int32[AnyArray, "B T"]
     targets: Int32[AnyArray, "B T"]
@@ -34,3 +41,14 @@ class Batch(TypedDict):
     mask: Float32[AnyArray, "B T"]
     # 1, 2, ... per packed document, 0 for padding: attention does not cross documents.
     segments: Int32[AnyArray, "B T"]
+
+
+class SpanBatch(TypedDict):
+    """Sequences of S tokens that each ask for a sequence of T."""
+
+    inputs: Int32[AnyArray, "B S"]
+    targets: Int32[AnyArray, "B T"]
+    # 1 where the target counts in the loss, 0 where it does not.
+    mask: Float32[AnyArray, "B T"]
+    # 1 for text, 0 for padding of the inputs.
+    segments: Int32[AnyArray, "B S"]

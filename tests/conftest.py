@@ -15,6 +15,8 @@ from core_guard import CoreGuard
 from hypothesis import settings
 
 NUM_DEVICES = 8
+# As in launch.environment: XLA's CPU runtime confuses permutes that run at the same time.
+ONE_BY_ONE = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
 QUICK_COMPILATION = "--xla_backend_optimization_level=0"
 
 
@@ -24,7 +26,7 @@ def _set_environment() -> None:
         r"--xla_(force_host_platform_device_count|backend_optimization_level)=\S*", "", os.environ.get("XLA_FLAGS", "")
     )
     # The suite compiles much and computes little: without LLVM's optimisations it takes half the processor time.
-    flags += f" {QUICK_COMPILATION} --xla_force_host_platform_device_count={NUM_DEVICES}"
+    flags += f" {ONE_BY_ONE} {QUICK_COMPILATION} --xla_force_host_platform_device_count={NUM_DEVICES}"
     os.environ["XLA_FLAGS"] = flags.strip()
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(_cache_dir()))

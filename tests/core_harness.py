@@ -19,7 +19,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from overlapfx import compat
 from overlapfx.config import Overlap
 from overlapfx.ops import reference
-from overlapfx.ops.collective_einsum import collective_einsum_multi
+from overlapfx.ops.collective_einsum import collective_einsum_grid, collective_einsum_multi
 from overlapfx.plan.decide import CallSite, record_sites
 from overlapfx.plan.pattern import AxisNames, canonical_axes
 
@@ -193,7 +193,8 @@ def some_options() -> dict[str, Overlap]:
         "ring-two-2-halves",
         "ring-two_whole-1-auto",
     )
-    return {name: option_product()[name] for name in names}
+    rows = {"rows-whole": Overlap(method="blocking", row_stripes=2), "rows-on": Overlap(mode="on", row_stripes=2)}
+    return {name: option_product()[name] for name in names} | rows
 
 
 def device_program(case: Case, variants: Variants, **options: Any) -> Callable[..., Any]:
@@ -206,7 +207,14 @@ def device_program(case: Case, variants: Variants, **options: Any) -> Callable[.
         return [reference.collective_einsum(case.spec, lhs, r, bias=b, **shared) for r, b in each]
 
     def overlapped(name: str, overlap: Overlap, lhs: jax.Array, rhs: Any, bias: Any) -> Any:
-        return collective_einsum_multi(case.spec, lhs, rhs, bias=bias or None, overlap=overlap, name=name, **shared)
+        given = {"bias": bias or None, "overlap": overlap, "name": name, **shared}
+        dim = _row_dim(case)
+        if overlap.row_stripes == 1 or dim is None or lhs.shape[dim] == 1:
+            return collective_einsum_multi(case.spec, lhs, rhs, **given)
+        stripes = jnp.array_split(lhs, min(overlap.row_stripes, lhs.shape[dim]), axis=dim)
+        outs = collective_einsum_grid(case.spec, stripes, rhs, **given)
+        where = case.labels()[2].index(case.labels()[0][dim])
+        return [jnp.concatenate(parts, axis=where) for parts in zip(*outs, strict=True)]
 
     def run(apply: Callable[..., Any], lhs: jax.Array, rhs: Any, bias: Any, cotangents: Any) -> Any:
         def spread(lhs: jax.Array, rhs: Any, bias: Any) -> Any:
@@ -223,6 +231,13 @@ def device_program(case: Case, variants: Variants, **options: Any) -> Callable[.
         }
 
     return program
+
+
+def _row_dim(case: Case) -> int | None:
+    """A dimension of the left operand along which its rows can be cut: in the result, in nothing else, not moved."""
+    lhs, rhs, out = case.labels()
+    moved = {*case.lhs_gather, *case.out_scatter, *case.bias_labels}
+    return next((i for i, c in enumerate(lhs) if c in out and c not in rhs and c not in moved), None)
 
 
 def partitions(case: Case) -> tuple[Any, ...]:

@@ -48,6 +48,12 @@ def narrowed_before_addition(jaxpr: Any) -> list[Any]:
         name = eqn.primitive.name
         read = {v for v in eqn.invars if isinstance(v, Var)}
         from_product, from_narrowed = bool(read & products), bool(read & narrowed)
+        if name == "optimization_barrier":  # hands every value on
+            for source, handed_on in zip(eqn.invars, eqn.outvars, strict=True):
+                for values in (products, narrowed):
+                    if isinstance(source, Var) and source in values:
+                        values.add(handed_on)
+            continue
         if name == "dot_general" or (name in MOVES | ADDS | {"convert_element_type"} and from_product):
             products.update(eqn.outvars)
         rounds = name == "convert_element_type" and eqn.params["new_dtype"] == jnp.bfloat16 and from_product

@@ -2,78 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import Any
 
-import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from family_harness import NUM_ROWS, Family, Run
 
 from configs import gpt as gpt_config
-from models import gpt
-from overlapfx.config import Config, MeshConfig, ModelConfig, Overlap, from_config_dict
-from overlapfx.mesh import make_mesh
-from overlapfx.train import optimizer, state, step
+from overlapfx.config import Overlap
+from overlapfx.families import ModelConfig
 
-TINY = from_config_dict(gpt_config.get_config("tiny"))
-SMALL = dataclasses.replace(
-    TINY.model, d_model=32, num_layers=2, num_heads=8, num_kv_heads=8, head_dim=4, d_ff=48, seq_len=16, gated=False
-)
-NUM_ROWS = 8
-
-
-@dataclasses.dataclass
-class Run:
-    """A model on a mesh, ready to step."""
-
-    mesh: Mesh
-    model: state.Model
-    state: state.TrainState
-    train_step: Any
-    eval_step: Any
-
-    def steps(self, count: int, seed: int = 0) -> list[float]:
-        """Losses of `count` steps on fixed random batches."""
-        losses = []
-        for k in range(count):
-            self.state, metrics = self.train_step(self.state, self.place(batch(seed + k)))
-            losses.append(float(metrics["loss"]))
-        return losses
-
-    def place(self, host: dict[str, np.ndarray]) -> Any:
-        return jax.device_put(host, NamedSharding(self.mesh, step.batch_spec(self.mesh)))
-
-
-def make_run(
-    y: int,
-    x: int,
-    *,
-    replica: int = 1,
-    model: ModelConfig = SMALL,
-    overlap: Overlap = Overlap("off"),
-    grad_accum: int = 1,
-) -> Run:
-    config = dataclasses.replace(TINY, mesh=MeshConfig(y, x, replica), model=model, overlap=overlap)
-    mesh = make_mesh(config.mesh, jax.devices()[: config.mesh.num_devices])
-    return _run(config, mesh, grad_accum)
-
-
-def _run(config: Config, mesh: Mesh, grad_accum: int) -> Run:
-    described = state.describe(gpt.build(config.model, config.overlap))
-    adam = optimizer.make_optimizer(config.optimizer, config.train.num_steps)
-    schedule = optimizer.make_schedule(config.optimizer, config.train.num_steps)
-    return Run(
-        mesh,
-        described,
-        state.init_state(mesh, described, adam, config.seed),
-        step.make_train_step(mesh, described, adam, schedule, grad_accum=grad_accum, dropout=config.model.dropout > 0),
-        step.make_eval_step(mesh, described),
-    )
+SEQ_LEN = 16
 
 
 @functools.cache
-def batch(seed: int, seq_len: int = SMALL.seq_len, vocab_size: int = 256) -> dict[str, np.ndarray]:
+def batch(seed: int, seq_len: int = SEQ_LEN, vocab_size: int = 256) -> dict[str, np.ndarray]:
     """Random tokens with a ragged mask: each row counts a different number of targets; two documents in every row."""
     rng = np.random.default_rng(seed)
     tokens = rng.integers(0, vocab_size, (NUM_ROWS, seq_len + 1)).astype(np.int32)
@@ -86,3 +29,29 @@ def batch(seed: int, seq_len: int = SMALL.seq_len, vocab_size: int = 256) -> dic
         "mask": (place < lengths).astype(np.float32),
         "segments": (1 + (place >= cuts)).astype(np.int32),
     }
+
+
+SMALL_SIZES: dict[str, Any] = {
+    "d_model": 32,
+    "num_layers": 2,
+    "num_heads": 8,
+    "num_kv_heads": 8,
+    "head_dim": 4,
+    "d_ff": 48,
+    "seq_len": SEQ_LEN,
+    "gated": False,
+}
+GPT = Family.of(gpt_config.get_config("tiny"), SMALL_SIZES, batch)
+TINY, SMALL = GPT.config, GPT.config.model
+
+
+def make_run(
+    y: int,
+    x: int,
+    *,
+    replica: int = 1,
+    model: ModelConfig = SMALL,
+    overlap: Overlap = Overlap("off"),
+    grad_accum: int = 1,
+) -> Run:
+    return GPT.run(y, x, replica=replica, model=model, overlap=overlap, grad_accum=grad_accum)

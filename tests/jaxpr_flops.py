@@ -1,4 +1,4 @@
-"""Counts the FLOPs of every dot_general in a jaxpr, however deeply nested."""
+"""Counts the FLOPs of every dot_general and kernel in a jaxpr, however deeply nested."""
 
 from __future__ import annotations
 
@@ -9,9 +9,16 @@ from jax.extend.core import jaxprs_in_params
 
 
 def count(jaxpr: Any) -> int:
-    """2 * multiply-adds of all products over all devices: scan bodies count per trip, shard_map bodies per device."""
+    """2 * multiply-adds of all products over all devices: scan bodies count per trip, shard_map bodies per device.
+
+    Kernels count as they say themselves, unless nothing uses what they compute, for then compilers leave them out.
+    """
     total = 0
+    used = {id(var) for eqn in jaxpr.eqns for var in eqn.invars} | {id(var) for var in jaxpr.outvars}
     for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "pallas_call":
+            total += 0 if used.isdisjoint(map(id, eqn.outvars)) else eqn.params["cost_estimate"].flops
+            continue
         if eqn.primitive.name == "dot_general":
             total += _dot(eqn)
             continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import pathlib
 import subprocess
@@ -14,10 +15,13 @@ from launch import cli
 from launch.arguments import config_parser, one_sentence, parse
 from launch.config_file import load_config
 from launch.environment import device_environment
+from overlapfx.train.stops import EXIT_STORAGE, StorageError
 
 PROJECT = pathlib.Path(__file__).resolve().parent.parent
 TINY = "configs/gpt.py:tiny"
+FILES = "configs/bert.py, configs/gpt.py, configs/t5.py"
 COUNT = "--xla_force_host_platform_device_count"
+ORDER = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
 
 
 def run(*arguments: str) -> tuple[int, str]:
@@ -82,8 +86,8 @@ def test_sites_are_json() -> None:
 @pytest.mark.parametrize(
     ("path", "overrides", "sentence"),
     [
-        ("configs/gtp.py:tiny", [], "There is no config file 'configs/gtp.py'; the project has configs/gpt.py"),
-        ("configs", [], "There is no config file 'configs'; the project has configs/gpt.py"),
+        ("configs/gtp.py:tiny", [], f"There is no config file 'configs/gtp.py'; the project has {FILES}"),
+        ("configs", [], f"There is no config file 'configs'; the project has {FILES}"),
         ("configs/__init__.py", [], "configs/__init__.py has no function get_config;"),
         (
             "configs/gpt.py:huge",
@@ -123,13 +127,13 @@ def test_errors_of_config_files(path: str, overrides: list[str], sentence: str) 
     ("devices", "environ", "accelerator", "added"),
     [
         # No accelerator: simulate what the mesh of 8 needs.
-        (None, {}, False, {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"{COUNT}=8"}),
-        (None, {"JAX_PLATFORMS": "cpu"}, True, {"XLA_FLAGS": f"{COUNT}=8"}),
-        (None, {"XLA_FLAGS": "--a=1"}, False, {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--a=1 {COUNT}=8"}),
+        (None, {}, False, {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"{COUNT}=8 {ORDER}"}),
+        (None, {"JAX_PLATFORMS": "cpu"}, True, {"XLA_FLAGS": f"{COUNT}=8 {ORDER}"}),
+        (None, {"XLA_FLAGS": "--a=1"}, False, {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--a=1 {COUNT}=8 {ORDER}"}),
         (None, {"XLA_FLAGS": f"{COUNT}=4"}, False, {"JAX_PLATFORMS": "cpu"}),
         (None, {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"{COUNT}=4"}, False, {}),
         # Asked for on the command line.
-        (2, {}, True, {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"{COUNT}=2"}),
+        (2, {}, True, {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"{COUNT}=2 {ORDER}"}),
         (4, {"XLA_FLAGS": f"{COUNT}=4"}, True, {"JAX_PLATFORMS": "cpu"}),
         # An accelerator is used as it is.
         (None, {}, True, {}),
@@ -199,11 +203,32 @@ def test_every_command_explains_itself(name: str, capsys: pytest.CaptureFixture[
 def test_train_is_handed_config_with_run_dir(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     monkeypatch.setattr(launch.train, "prepare", lambda *arguments: calls.append(arguments))
-    monkeypatch.setattr(launch.train, "train", lambda config, run_dir: calls.append((config.mesh.x, run_dir)) or 0)
+    monkeypatch.setattr(
+        launch.train, "train", lambda config, run_dir, rest: calls.append((config.mesh.x, run_dir, flags(rest))) or 0
+    )
+
+    def flags(rest: argparse.Namespace) -> tuple[bool, bool]:
+        return rest.check_replicas, rest.use_older_checkpoint
+
     common = ["train", f"--config={TINY}", "--config.mesh.x=4"]
-    assert cli.main([*common, "--run_dir=somewhere"]) == 0
-    assert cli.main([*common, "--devices", "16"]) == 0
-    assert calls == [(16, None), (4, pathlib.Path("somewhere")), (16, 16), (4, pathlib.Path("runs/gpt_tiny"))]
+    assert cli.main([*common, "--run_dir=somewhere", "--check-replicas"]) == 0
+    assert cli.main([*common, "--devices", "16", "--use-older-checkpoint"]) == 0
+    assert calls == [
+        (16, None),
+        (4, pathlib.Path("somewhere"), (True, False)),
+        (16, 16),
+        (4, pathlib.Path("runs/gpt_tiny"), (False, True)),
+    ]
+
+
+def test_a_run_that_stops_says_why_in_one_sentence(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    def train(*_: object) -> int:
+        raise StorageError("The disk is full; make room.")
+
+    monkeypatch.setattr(launch.train, "prepare", lambda *_: {})
+    monkeypatch.setattr(launch.train, "train", train)
+    assert cli.main(["train", f"--config={TINY}"]) == EXIT_STORAGE
+    assert capsys.readouterr().err == "overlapfx train: The disk is full; make room.\n"
 
 
 @pytest.mark.parametrize(
@@ -213,7 +238,7 @@ def test_train_is_handed_config_with_run_dir(monkeypatch: pytest.MonkeyPatch) ->
             ["--config=configs/gpt.py:tiny", "--config.mesh.x=4", "--config.model.num_kv_heads=2"],
             "model.num_kv_heads is 2, which does not divide over mesh axis x of size 4; the nearest legal value is 4.",
         ),
-        (["--config=nothing.py"], "There is no config file 'nothing.py'; the project has configs/gpt.py."),
+        (["--config=nothing.py"], f"There is no config file 'nothing.py'; the project has {FILES}."),
         (["--conf=configs/gpt.py"], "the following arguments are required: --config"),
         (["--config=configs/gpt.py", "--runs=a"], "'--runs=a' is not an argument; see --help."),
         (["--config=configs/gpt.py", "--devices=0"], "--devices is 0; it must be at least 1."),

@@ -45,7 +45,7 @@ def test_tiny_reads_into_frozen_dataclasses() -> None:
     config = from_config_dict(gpt.get_config())
     assert (config.name, config.seed) == ("gpt_tiny", 0)
     assert (config.mesh.y, config.mesh.x, config.mesh.replica, config.mesh.num_devices) == (4, 2, 1, 8)
-    assert config.overlap == Overlap()
+    assert config.overlap == Overlap("on")
     assert hash(config) == hash(from_config_dict(TINY))
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.mesh.x = 4  # type: ignore[misc]
@@ -91,14 +91,16 @@ def test_published_sizes(name: str) -> None:
 
 def test_all_names_of_the_file_are_tested() -> None:
     assert set(gpt.PUBLISHED) == set(TABLE)
-    with pytest.raises(ValueError, match=r"no config '16B'; choose one of tiny, 32B, 64B, 128B, 256B, 512B, 1024B\."):
+    names = "tiny, 32B, 64B, 128B, 256B, 512B, 1024B, meena_500B"
+    with pytest.raises(ValueError, match=rf"no config '16B'; choose one of {names}\."):
         gpt.get_config("16B")
 
 
 @pytest.mark.parametrize("name", ["tiny", *TABLE])
-def test_overlap_group_lists_every_field_with_its_default(name: str) -> None:
+def test_overlap_group_lists_every_field(name: str) -> None:
     # A field that the file does not list could not be set on the command line.
-    assert gpt.get_config(name).overlap.to_dict() == to_dict(Overlap())
+    own = {"mode": "on"} if name == "tiny" else {"row_stripes": 4, "save_gathered": True}
+    assert gpt.get_config(name).overlap.to_dict() == to_dict(Overlap()) | own
 
 
 # (changes, start of the sentence, nearest legal values); all by hand.
@@ -219,7 +221,17 @@ def test_every_suggested_value_is_legal_for_its_field(x: int, y: int, **sizes: i
         ({"name": "a/b"}, "name is 'a/b'; use letters, digits, '.', '_' or '-' only: it names a directory."),
         ({"name": 3}, "name is 3; it must be text."),
         ({"model.gated": 1}, "model.gated is 1; it must be True or False."),
-        ({"model.family": "bert"}, "model.family is 'bert'; it must be one of gpt."),
+        ({"model.family": "gtp"}, "model.family is 'gtp'; it must be one of gpt, bert, t5."),
+        ({"model.family": 1}, "model.family is 1; it must be text."),
+        (
+            {"model.target_len": 4},
+            "model.target_len is not a field; the fields there are family, vocab_size, num_layers, d_model, d_ff, "
+            "num_heads, num_kv_heads, head_dim, seq_len, positions, activation, gated, dropout, remat, compute_dtype.",
+        ),
+        (
+            {"model.family": "bert"},
+            "sample.num_tokens is 200, but a model of the family bert does not continue text; use 0.",
+        ),
         ({"model.remat": "some"}, "model.remat is 'some'; it must be one of none, all, attention."),
         ({"model.positions": "alibi"}, "model.positions is 'alibi'; it must be one of rotary, learned."),
         ({"model.activation": "tanh"}, "model.activation is 'tanh'; it must be one of gelu, relu, silu."),
@@ -257,7 +269,9 @@ def test_illegal_values_are_refused(changes: dict[str, Any], sentence: str) -> N
     assert refusal(tiny(**changes)) == sentence
 
 
-@pytest.mark.parametrize("field", ["seed", "model", "model.d_ff", "mesh.x", "optimizer.clip_norm", "sample.prompt"])
+@pytest.mark.parametrize(
+    "field", ["seed", "model", "model.family", "model.d_ff", "mesh.x", "optimizer.clip_norm", "sample.prompt"]
+)
 def test_a_missing_field_is_refused(field: str) -> None:
     values = tiny()
     *groups, last = field.split(".")

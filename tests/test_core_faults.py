@@ -97,8 +97,8 @@ def gradient_from_one_device(vary: Any) -> Any:
 
 
 def without_the_second_term(make: Any) -> Any:
-    def shortened(problem: pattern.Problem) -> pattern.Problem:
-        whole = make(problem)
+    def shortened(problem: pattern.Problem, num_lhs: int) -> pattern.Problem:
+        whole = make(problem, num_lhs)
         return dataclasses.replace(whole, terms=(whole.terms[0], *whole.terms[2:]))
 
     return shortened

@@ -127,14 +127,15 @@ def test_the_backward_stream_starts_behind_a_barrier() -> None:
     case = ONE_AXIS["gather_lhs_free"](4, 4, 4)
     jaxpr = gradient_jaxpr(case, ring_of("one"))
     assert core_jaxpr.count(jaxpr, "ppermute") == 9
-    assert core_jaxpr.count(jaxpr, "optimization_barrier") == 1
+    # Besides those of the sums: three additions in each of two rings that add.
+    assert core_jaxpr.count(jaxpr, "optimization_barrier") == 6 + 1
     # What never moves needs none.
     jaxpr = gradient_jaxpr(ONE_AXIS["scatter_lhs_free"](4, 4, 4), ring_of("one"))
-    assert core_jaxpr.count(jaxpr, "optimization_barrier") == 0
+    assert core_jaxpr.count(jaxpr, "optimization_barrier") == 6
 
 
 def test_one_of_two_gathers_is_decomposed() -> None:
-    # The larger one, of the activation, is the ring.
     case = mlp_up(2, 4, 2, 6)
+    # The larger one, of the activation, is the ring.
     assert forward_counts(case, ring_of("one")) == {"collective-permute": 3, "all-gather": 1, "dot": 4}
     assert forward_counts(case, Overlap(method="blocking")) == {"all-gather": 2, "dot": 1}

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from overlapfx.train.data import Batches, BatchStream, TextSource, decode, encode, eval_batches
+from overlapfx.train.objectives import NextToken
 from overlapfx.train.packing import Rows
 
 SEQ_LEN = 4
@@ -99,7 +100,7 @@ def test_rows_refuse():
 
 
 def stream_of(count: int, **options) -> BatchStream:
-    return BatchStream(numbered(count), **{"seq_len": SEQ_LEN, "global_batch": 4, "seed": 0, **options})
+    return BatchStream(numbered(count), **{"objective": NextToken(SEQ_LEN), "global_batch": 4, "seed": 0, **options})
 
 
 def read(streams, number: int) -> list[list[int]]:
@@ -127,17 +128,17 @@ def test_resume_continues_the_log(count, stop, before, after):
 
 
 def test_every_epoch_is_a_new_order_of_all_rows():
-    batches = Batches(numbered(40), seq_len=SEQ_LEN, global_batch=4, seed=0)
+    batches = Batches(numbered(40), objective=NextToken(SEQ_LEN), global_batch=4, seed=0)
     epochs = [[n for k in range(10 * e, 10 * e + 10) for n in ids(batches[k])] for e in range(3)]
     for epoch in epochs:
         assert sorted(epoch) == list(range(1, 41))
-    other = Batches(numbered(40), seq_len=SEQ_LEN, global_batch=4, seed=1)
+    other = Batches(numbered(40), objective=NextToken(SEQ_LEN), global_batch=4, seed=1)
     orders = [*epochs, [n for k in range(10) for n in ids(other[k])], list(range(1, 41))]
     assert len({tuple(order) for order in orders}) == len(orders)
 
 
 def test_batch_does_not_depend_on_what_was_read_before():
-    options = {"seq_len": SEQ_LEN, "global_batch": 4, "seed": 3}
+    options = {"objective": NextToken(SEQ_LEN), "global_batch": 4, "seed": 3}
     batches = Batches(numbered(10), **options)
     with stream_of(10, seed=3) as in_order, stream_of(10, seed=3, start=6) as later:
         for k, batch in zip(range(6), in_order, strict=False):
@@ -148,7 +149,7 @@ def test_batch_does_not_depend_on_what_was_read_before():
 
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_processes_have_runs_of_the_same_batch(count):
-    options = {"seq_len": SEQ_LEN, "global_batch": 4, "seed": 0}
+    options = {"objective": NextToken(SEQ_LEN), "global_batch": 4, "seed": 0}
     whole = Batches(numbered(10), **options)[5]
     parts = [Batches(numbered(10), **options, process_index=i, process_count=count)[5] for i in range(count)]
     assert parts[0]["inputs"].shape == (4 // count, SEQ_LEN)
@@ -202,20 +203,21 @@ class Records:
 
 def test_failed_read_loses_no_batch():
     records = Records(10)
-    with BatchStream(TextSource("test", records), seq_len=SEQ_LEN, global_batch=2, seed=0) as stream:
+    with BatchStream(TextSource("test", records), objective=NextToken(SEQ_LEN), global_batch=2, seed=0) as stream:
         records.failing = True
         for _ in range(2):
             with pytest.raises(ValueError, match=r"Record \d of test cannot be read \(no disk\)"):
                 next(stream)
         assert stream.get_state()["next_batch"] == 0
         records.failing = False
-        assert read([stream], 3) == read([BatchStream(numbered(10), seq_len=SEQ_LEN, global_batch=2, seed=0)], 3)
+        whole = BatchStream(numbered(10), objective=NextToken(SEQ_LEN), global_batch=2, seed=0)
+        assert read([stream], 3) == read([whole], 3)
 
 
 def test_reads_ahead_until_closed():
     records = Records(40)
     before = set(threading.enumerate())
-    stream = BatchStream(TextSource("test", records), seq_len=SEQ_LEN, global_batch=4, seed=0)
+    stream = BatchStream(TextSource("test", records), objective=NextToken(SEQ_LEN), global_batch=4, seed=0)
     records.read.clear()
     next(stream)
     deadline = time.monotonic() + 20
@@ -227,13 +229,13 @@ def test_reads_ahead_until_closed():
     for thread in set(threading.enumerate()) - before:
         thread.join(20)
         assert not thread.is_alive()
-    assert ids(next(stream)) == ids(Batches(numbered(40), seq_len=SEQ_LEN, global_batch=4, seed=0)[1])
+    assert ids(next(stream)) == ids(Batches(numbered(40), objective=NextToken(SEQ_LEN), global_batch=4, seed=0)[1])
     stream.close()
 
 
 @pytest.mark.slow
 def test_worker_processes_change_nothing():
-    batches = Batches(numbered(40), seq_len=SEQ_LEN, global_batch=4, seed=0)
+    batches = Batches(numbered(40), objective=NextToken(SEQ_LEN), global_batch=4, seed=0)
     with stream_of(40, num_workers=2, start=5) as stream:
         for k in range(5, 12):
             assert_equal(next(stream), batches[k])
@@ -250,7 +252,7 @@ def test_changed_document_is_refused():
 
 
 def evaluation(count: int, **options) -> list:
-    return list(eval_batches(numbered(count), **{"seq_len": SEQ_LEN, "global_batch": 4, **options}))
+    return list(eval_batches(numbered(count), **{"objective": NextToken(SEQ_LEN), "global_batch": 4, **options}))
 
 
 def test_evaluation_reads_everything_once_in_order():
@@ -278,4 +280,4 @@ def test_evaluation_refuses():
     with pytest.raises(ValueError, match="number of evaluation batches is 0"):
         evaluation(10, num_batches=0)
     with pytest.raises(ValueError, match="does not divide evenly over 3 processes"):
-        eval_batches(numbered(10), seq_len=SEQ_LEN, global_batch=4, process_count=3)
+        eval_batches(numbered(10), objective=NextToken(SEQ_LEN), global_batch=4, process_count=3)

@@ -156,8 +156,9 @@ def test_processes_need_no_tensorflow_and_write_to_the_cache_only(cache, tmp_pat
         import sys
         from overlapfx.config import DataConfig
         from overlapfx.train.data import BatchStream, make_source
+        from overlapfx.train.objectives import NextToken
         source = make_source(DataConfig("pystdlib", "", 8, 0, 0), "train")
-        with BatchStream(source, seq_len=16, global_batch=2, seed=0) as stream:
+        with BatchStream(source, objective=NextToken(16), global_batch=2, seed=0) as stream:
             print(next(stream)["inputs"].tolist())
         assert "tensorflow" not in sys.modules
     """)

@@ -14,7 +14,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from overlapfx.config import Overlap
-from overlapfx.layers.attention import attend, causal_mask, rotate
+from overlapfx.layers.attention import attend, rotate, segment_mask
 from overlapfx.layers.dropout import dropout
 from overlapfx.layers.embed import Embedding, cross_entropy
 from overlapfx.layers.norm import RMSNorm
@@ -128,7 +128,8 @@ def test_dropout_drops_its_share_and_keeps_the_mean():
 def test_attention_by_hand():
     q, k, v = normal(5, 2, 6, 4, 8), normal(6, 2, 6, 2, 8), normal(7, 2, 6, 2, 8)
     segments = np.array([[1, 1, 1, 2, 2, 2], [1, 1, 1, 1, 1, 1]], np.int32)
-    got = attend(jnp.asarray(q), jnp.asarray(k), jnp.asarray(v), causal_mask(jnp.asarray(segments)))
+    mask = segment_mask(jnp.asarray(segments), jnp.asarray(segments), causal=True)
+    got = attend(jnp.asarray(q), jnp.asarray(k), jnp.asarray(v), mask)
     for b in range(2):
         for t in range(6):
             seen = [s for s in range(t + 1) if segments[b, s] == segments[b, t]]

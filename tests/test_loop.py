@@ -18,8 +18,9 @@ from jax.sharding import PartitionSpec as P
 from overlapfx.chips import Chip
 from overlapfx.train.checkpoint import Checkpointer
 from overlapfx.train.console import Console
-from overlapfx.train.loop import EXIT_INTERRUPTED, RunLog, Schedule, make_eval_fn, run, to_global
+from overlapfx.train.loop import RunLog, Schedule, make_eval_fn, run, to_global
 from overlapfx.train.metrics import MetricsWriter, StepTimer, Utilization, read_metrics
+from overlapfx.train.stops import EXIT_INTERRUPTED, StorageError
 
 CHIP = Chip("toy", 1e15, None, None, None, None, 0, "made up")
 D = 4
@@ -222,9 +223,10 @@ def test_steps_after_the_last_checkpoint_are_redone_and_logged_once(tmp_path: pa
     ]
 
 
-def eval_step(params: jax.Array, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+def eval_step(params: jax.Array, batch: dict[str, jax.Array]) -> dict[str, tuple[jax.Array, jax.Array]]:
     assert params.shape == (D, D)
-    return batch["number"][0].astype(jnp.float32), batch["number"][1].astype(jnp.float32)
+    loss_sum, tokens = batch["number"][0].astype(jnp.float32), batch["number"][1].astype(jnp.float32)
+    return {"loss": (loss_sum, tokens), "wins": (loss_sum, 2 * tokens)}  # not everything is counted in tokens
 
 
 def weighted_batches() -> list[dict[str, np.ndarray]]:
@@ -238,6 +240,7 @@ def test_evaluation_is_weighted_by_tokens_and_timed_apart(tmp_path: pathlib.Path
     trainer = Trainer(tmp_path, eval_fn=eval_fn)
     _, summary = trainer.run(5, eval_every=2)
     assert [(r["step"], r["loss"], r["tokens"]) for r in trainer.records("eval")] == [(k, 2.75, 4) for k in (2, 4, 5)]
+    assert {r["wins"] for r in trainer.records("eval")} == {1.375}
     assert summary.eval_loss == 2.75
     empty = make_eval_fn(eval_step, lambda: weighted_batches()[2:], place)
     with pytest.raises(ValueError, match="1 evaluation batches hold no token"):
@@ -313,7 +316,7 @@ def test_c19_error_of_the_background_writer_reaches_the_loop(tmp_path: pathlib.P
 
     monkeypatch.setattr(os, "rename", full)
     trainer = Trainer(tmp_path, schedule=SavesOnce)
-    with pytest.raises(OSError, match="no space left"):
+    with pytest.raises(StorageError, match="no space left"):
         trainer.run(500)
     assert trainer.records("train")[-1]["step"] < 500  # soon, not at the end
     monkeypatch.undo()

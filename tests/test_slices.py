@@ -113,6 +113,19 @@ class TestDescriptions:
         with pytest.raises(ValueError, match="no multiple of that"):
             make_slice_mesh(wanted, {"replica": 1, "y": 8, "x": 4})
 
+    @pytest.mark.parametrize(
+        ("text", "axes", "remedy"),
+        [
+            ("v5e:4x4", {"y": 2, "x": 4}, "mesh y=2, x=4 has 8 devices but v5e:4x4 has 16; .*, such as y=4, x=4"),
+            ("v5e:4x4,slices=2", {"y": 4, "x": 4}, "has 32; .*, such as replica=2, y=4, x=4"),
+            ("tpu7x:2x2x1", {"y": 2, "x": 2}, "4 devices but tpu7x:2x2x1 has 8; .*, such as y=4, x=2"),
+            ("v4:2x2x1", {"y": 1, "x": 3}, "3 devices but v4:2x2x1 has 4; choose axis sizes whose product is that"),
+        ],
+    )
+    def test_mesh_that_does_not_fill_the_slices(self, text, axes, remedy):
+        with pytest.raises(ValueError, match=remedy):
+            make_slice_mesh(parse_slice(text), axes)
+
 
 def matmul_after_gather(x_BD, w_DF):
     """Weights gathered over y by the ring's own name, then one einsum."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import pathlib
 
@@ -13,7 +14,7 @@ from overlapfx.aot.assumptions import Assumptions
 from overlapfx.aot.hlo import parse_module
 from overlapfx.aot.lowering import lower
 from overlapfx.aot.program import Blocking, Branch, Compute, Loop, Program, Start, Transfer, Wait
-from overlapfx.aot.slices import parse_slice
+from overlapfx.aot.slices import FAMILIES, parse_slice
 from overlapfx.aot.timeline import CATEGORIES, walk
 from overlapfx.chips import H100, TPU_7X, TPU_V4, TPU_V6E
 from overlapfx.plan.placement import place
@@ -29,6 +30,7 @@ UNIT = Assumptions.for_chip(
     hop_latency_s=1e-9,
     hbm_bytes_per_s=1e6,
     peak_flops=1e6,
+    kernel_efficiency=1.0,
     dcn_bytes_per_s=1e6,
 )
 US = 1e-6
@@ -119,6 +121,8 @@ class TestByHand:
         kernel = Compute("k", "", "kernel", None, num_flops=9.0, num_bytes=4.0)
         t = run(kernel, Compute("c", "", "other", None, 0.0, num_bytes=5.0))
         assert t.by_kind("compute") == pytest.approx({"kernel": 9 * US, "other": 5 * US})
+        t = run(kernel, assumptions=UNIT.replace(kernel_efficiency=0.25))
+        assert t.by_kind("compute") == pytest.approx({"kernel": 36 * US})
 
     def test_copies_and_slices_have_their_own_queue_and_their_own_account(self):
         copy = Transfer("copy", "", "copy", "memory", 20)
@@ -264,12 +268,43 @@ class TestCompiledPrograms:
         assert not fused.unknown and not offloaded.unknown and not slices.unknown
 
 
+class TestRepeated:
+    def test_counts_what_the_compiler_does_again(self):
+        again = ("fusion.7.remat", "fusion.7.remat2", "gather.1.remat.3")
+        once = ("fusion.7", "rematted_computation.4", "fusion.remate")
+        t = run(*(compute(10, name) for name in (*again, *once)))
+        assert t.repeated_s == pytest.approx(30 * US)
+        gather = Blocking(collective("all_gather.2.remat", "all-gather", 100))
+        assert run(gather, compute(10)).repeated_s == run(gather).total_s > 0
+
+
 class TestAssumptions:
     def test_every_figure_has_a_source(self):
-        for chip in (TPU_V4, TPU_V6E, TPU_7X):
+        fields = {field.name for field in dataclasses.fields(Assumptions)} - {"sources"}
+        # The link between two devices of a chip is there only where a chip has two.
+        for chip, missing in ((TPU_V4, {"core_links"}), (TPU_V6E, {"core_links"}), (TPU_7X, set())):
             rows = Assumptions.for_chip(chip).rows()
-            assert len(rows) == 8
+            assert {name for name, _, _, _ in rows} == fields - missing
             assert all(value > 0 and source for _, value, _, source in rows)
+
+    @pytest.mark.parametrize("family", FAMILIES)
+    def test_every_figure_can_be_replaced(self, family):
+        topology = parse_slice(f"{family}:{FAMILIES[family].named[-1]}")
+        for name, value, _, _ in Assumptions.for_slice(topology).rows():
+            wanted = 1 - value if name == "permute_wrap" else value / 2
+            given = Assumptions.for_slice(topology, **{name: wanted})
+            assert (name, wanted, "given by the user") in [(n, v, source) for n, v, _, source in given.rows()]
+
+    def test_network_follows_the_figures(self):
+        v5e = parse_slice("v5e:8x16")
+        network = Assumptions.for_slice(v5e).network(v5e)
+        assert network == v5e.torus
+        assert (network.wrap, network.permute_wrap) == ((False, True), False)
+        given = Assumptions.for_slice(v5e, wrap_multiple=8, permute_wrap=1).network(v5e)
+        assert (given.wrap, given.permute_wrap) == ((True, True), True)
+        tpu7x = parse_slice("tpu7x:4x4x4")
+        assert Assumptions.for_slice(tpu7x).network(tpu7x) == tpu7x.torus
+        assert Assumptions.for_slice(tpu7x, core_links=3).network(tpu7x).core_speed == 3
 
     def test_overrides_say_so(self):
         given = Assumptions.for_chip(TPU_V4, link_bytes_per_s=50e9)
@@ -290,7 +325,11 @@ class TestAssumptions:
     def test_wrong_overrides(self):
         with pytest.raises(ValueError, match="no assumption is called 'speed'"):
             Assumptions.for_chip(TPU_V4, speed=1.0)
-        with pytest.raises(ValueError, match="link_bytes_per_s=0 must be positive"):
+        with pytest.raises(ValueError, match="link_bytes_per_s=0 must be positive and finite"):
             Assumptions.for_chip(TPU_V4, link_bytes_per_s=0)
+        with pytest.raises(ValueError, match="kernel_efficiency=30 is a part of the peak"):
+            Assumptions.for_chip(TPU_V4, kernel_efficiency=30)
+        with pytest.raises(ValueError, match="permute_wrap=0.5 is a switch"):
+            Assumptions.for_chip(TPU_V4, permute_wrap=0.5)
         with pytest.raises(ValueError, match="H100"):
             Assumptions.for_chip(H100)

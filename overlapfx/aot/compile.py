@@ -35,7 +35,7 @@ class CompiledFor:
     """A program compiled for a slice.
 
     `text` is the scheduled HLO of one slice, `coords[i]` the place of partition i in that slice, `options` the compiler
-    options used, `compile_s` the seconds that lowering and compiling took.
+    options used, `lower_s` and `compile_s` the seconds that tracing with lowering and that compiling took.
     """
 
     topology: Slice
@@ -43,6 +43,7 @@ class CompiledFor:
     memory: Memory
     coords: tuple[Coord, ...]
     options: Mapping[str, str]
+    lower_s: float
     compile_s: float
 
 
@@ -62,6 +63,7 @@ def compile_for(
     begin = time.perf_counter()
     jitted: Any = fn if hasattr(fn, "lower") else jax.jit(fn)
     lowered = jitted.lower(*abstract_args)
+    traced = time.perf_counter()
     try:
         compiled = lowered.compile(compiler_options=options)
     except jax.errors.JaxRuntimeError as error:
@@ -81,7 +83,8 @@ def compile_for(
     # Every slice runs the same program over its own partitions, so that one slice's places describe them all.
     first = [device for device in devices if not getattr(device, "slice_index", None)]
     coords = tuple(device_coord(device, topology.torus) for device in first)
-    return CompiledFor(topology, compiled.as_text(), memory, coords, options, time.perf_counter() - begin)
+    seconds = (traced - begin, time.perf_counter() - traced)
+    return CompiledFor(topology, compiled.as_text(), memory, coords, options, *seconds)
 
 
 def check_options(topology: Slice, mesh: Mesh, compiler_options: Mapping[str, str | bool | int]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from overlapfx import chips
 from overlapfx.aot.slices import FAMILIES, device_coord
 from overlapfx.config import MeshConfig
-from overlapfx.plan.placement import place
+from overlapfx.plan.placement import Placement, place
 from overlapfx.plan.torus import Coord, Torus
 
 
@@ -20,22 +20,33 @@ def physical_order(devices: Sequence[Any], mesh: MeshConfig) -> list[Any] | None
     has, slices that do not fill a box of the torus, replicas that cannot be shared out over the slices. Then JAX's own
     arrangement has to do.
     """
+    found = physical_placement(devices, mesh)
+    if found is None:
+        return None
+    ordered: list[Any] = []
+    for members, placement in found:
+        by_place = {_place(device, members, placement.torus): device for device in members}
+        if sorted(by_place) != placement.torus.coordinates():
+            return None
+        ordered += [by_place[coord] for coord in placement.order]
+    return ordered
+
+
+def physical_placement(devices: Sequence[Any], mesh: MeshConfig) -> list[tuple[list[Any], Placement]] | None:
+    """Per slice its devices and the placement of the mesh on its torus; None where there is nothing to decide by."""
     slices: dict[int, list[Any]] = {}
     for device in devices:
         slices.setdefault(getattr(device, "slice_index", None) or 0, []).append(device)
     if len(devices) != mesh.num_devices or mesh.replica % len(slices):
         return None
     axes = {"replica": mesh.replica // len(slices), "y": mesh.y, "x": mesh.x}
-    ordered: list[Any] = []
+    found = []
     for index in sorted(slices):
         torus = _torus(slices[index])
         if torus is None:
             return None
-        by_place = {_place(device, slices[index], torus): device for device in slices[index]}
-        if sorted(by_place) != torus.coordinates():
-            return None
-        ordered += [by_place[coord] for coord in place(torus, axes).order]
-    return ordered
+        found.append((slices[index], place(torus, axes)))
+    return found
 
 
 def _torus(devices: Sequence[Any]) -> Torus | None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from overlapfx.aot.hlo import Computation, Instruction, Module
 from overlapfx.aot.hlo_groups import Groups, parse_groups, parse_pairs
@@ -70,6 +71,17 @@ def lower(module: Module, kernel_costs: Mapping[str, tuple[float, float]] | None
     return Program(module.name, steps, module.num_partitions, dict(lowering.unknown), dict(lowering.notes))
 
 
+def lower_computation(
+    module: Module, name: str, kernel_costs: Mapping[str, tuple[float, float]] | None = None
+) -> list[tuple[Instruction, tuple[Step, ...], str]]:
+    """Every instruction of one scheduled computation with the steps that it stands for, bodies of loops included.
+
+    Third is the chain of a fused collective that the instruction starts, carries along or ends; empty for most.
+    """
+    lowering = _Lowering(module, kernel_costs or {})
+    return [(i, steps, lowering.chain(i)) for i, steps in lowering.instructions(name)]
+
+
 class _Lowering:
     """Walks scheduled computations, each once, and counts what it could not read."""
 
@@ -83,38 +95,52 @@ class _Lowering:
 
     def computation(self, name: str) -> tuple[Step, ...]:
         """Steps of one scheduled computation."""
+        return tuple(step for _, steps in self.instructions(name) for step in steps)
+
+    def instructions(self, name: str) -> list[tuple[Instruction, tuple[Step, ...]]]:
+        """Every instruction of one scheduled computation with its steps."""
         here = self.module.computations[name]
         self.unknown += here.unread
         updates = {i.operands[0]: i for i in here.instructions if i.opcode.endswith("-update") and i.operands}
         sends = {_found(_RENDEZVOUS, i): i.name for i in here.instructions if i.opcode == "send"}
         chains: dict[str, str] = {}
-        steps: list[Step] = []
-        for instruction in here.instructions:
-            opcode = instruction.opcode
-            if opcode in _FREE:
-                continue
-            if opcode == "while":
-                trips = trip_count(self.module, here, instruction)
-                if trips is None:
-                    self.unknown["while loop without a readable trip count (walked once)"] += 1
-                body = self.computation(instruction.attributes["body"].lstrip("%"))
-                steps.append(Loop(instruction.name, instruction.op_name, trips, body))
-            elif opcode == "conditional":
-                self.notes["conditional: the longest branch is counted"] += 1
-                alternatives = tuple(self.computation(name) for name in instruction.called)
-                steps.append(Branch(instruction.name, alternatives))
-            elif opcode == "call":
-                for callee in instruction.called:
-                    steps += self.computation(callee)
-            elif opcode in ("send", "recv", "send-done", "recv-done"):
-                steps += self._between_slices(here, instruction, sends)
-            elif opcode.endswith(("-start", "-update", "-done")):
-                steps += self._asynchronous(here, instruction, updates)
-            elif opcode == "fusion":
-                steps += self._fusion(here, instruction, chains)
-            else:
-                steps += self._single(here, instruction)
-        return tuple(steps)
+        return [(i, tuple(self._steps(here, i, updates, sends, chains))) for i in here.instructions]
+
+    def _steps(
+        self,
+        here: Computation,
+        instruction: Instruction,
+        updates: dict[str, Instruction],
+        sends: dict[str, str],
+        chains: dict[str, str],
+    ) -> Sequence[Step]:
+        """Steps of one instruction, given what it may refer to; chains grows."""
+        opcode = instruction.opcode
+        if opcode in _FREE:
+            return ()
+        if opcode == "while":
+            trips = trip_count(self.module, here, instruction)
+            if trips is None:
+                self.unknown["while loop without a readable trip count (walked once)"] += 1
+            body = self.computation(instruction.attributes["body"].lstrip("%"))
+            return (Loop(instruction.name, instruction.op_name, trips, body),)
+        if opcode == "conditional":
+            self.notes["conditional: the longest branch is counted"] += 1
+            return (Branch(instruction.name, tuple(self.computation(name) for name in instruction.called)),)
+        if opcode == "call":
+            return [step for callee in instruction.called for step in self.computation(callee)]
+        if opcode in ("send", "recv", "send-done", "recv-done"):
+            return self._between_slices(here, instruction, sends)
+        if opcode.endswith(("-start", "-update", "-done")):
+            return self._asynchronous(here, instruction, updates)
+        if opcode == "fusion":
+            return self._fusion(here, instruction, chains)
+        return self._single(here, instruction)
+
+    def chain(self, instruction: Instruction) -> str:
+        """Which fused collective a fusion has a part of; empty if none."""
+        inside = self._collectives_inside(instruction.called[0]) if instruction.opcode == "fusion" else ()
+        return _found(_CHAIN, inside[0][1]) if inside else ""
 
     def _single(self, here: Computation, instruction: Instruction) -> list[Step]:
         """An instruction that is over when the next one begins."""
@@ -305,6 +331,10 @@ def _found(pattern: re.Pattern[str], instruction: Instruction) -> str:
     return match[1] if match else ""
 
 
+@functools.lru_cache(maxsize=4096)
 def _even(groups: Groups) -> Groups:
-    """Groups of the size of the first; a ragged last group does not occur in programs that jax writes."""
+    """Groups of the size of the first; a ragged last group does not occur in programs that jax writes.
+
+    Equal groups give the same object, by which the network knows that it has routed them already.
+    """
     return tuple(group for group in groups if len(group) == len(groups[0]))

@@ -10,6 +10,7 @@ from overlapfx.aot.program import Transfer
 from overlapfx.plan.torus import Coord, Link, Torus, Traffic, collective_traffic, permute_traffic
 
 _LETTERS = "XYZ"
+_MEDIA = ("dcn", "memory", "host")
 _NO_LINKS = Traffic({}, 0)
 
 
@@ -75,18 +76,32 @@ class Network:
         rows = tuple((row, *spans[link_class]) for row, link_class in pattern.rows)
         return Passage(end + pattern.hops * self._assumptions.hop_latency_s, rows)
 
+    def loads(self, transfer: Transfer) -> tuple[tuple[tuple[int, float], ...], float]:
+        """Seconds by queue that `transfer` occupies, and the latency that it pays once; queues have numbers."""
+        figures = self._assumptions
+        if transfer.medium != "ici":
+            seconds, latency = self._passage(transfer)
+            return ((-1 - _MEDIA.index(transfer.medium), seconds),), latency
+        pattern = self._patterns[_key(transfer)]
+        wire_s = transfer.payload_bytes / figures.link_bytes_per_s
+        return tuple((c, load * wire_s) for c, load in pattern.load), pattern.hops * figures.hop_latency_s
+
     def _queue(self, transfer: Transfer, now_s: float) -> Passage:
         """Copies and transfers between slices: one queue per medium."""
-        figures = self._assumptions
         begin = max(now_s, self._medium_until.get(transfer.medium, 0.0))
-        if transfer.medium == "dcn":
-            crossing = _dcn_share(transfer.kind, transfer.num_slices) * transfer.payload_bytes
-            free, latency = begin + crossing / figures.dcn_bytes_per_s, figures.dcn_latency_s
-        else:
-            rate = figures.host_bytes_per_s if transfer.medium == "host" else figures.hbm_bytes_per_s
-            free, latency = begin + transfer.payload_bytes / rate, 0.0
+        seconds, latency = self._passage(transfer)
+        free = begin + seconds
         self._medium_until[transfer.medium] = free
         return Passage(free + latency, ((transfer.medium, begin, free),))
+
+    def _passage(self, transfer: Transfer) -> tuple[float, float]:
+        """Seconds in the queue of a medium other than the links, latency after it."""
+        figures = self._assumptions
+        if transfer.medium == "dcn":
+            crossing = _dcn_share(transfer.kind, transfer.num_slices) * transfer.payload_bytes
+            return crossing / figures.dcn_bytes_per_s, figures.dcn_latency_s
+        rate = figures.host_bytes_per_s if transfer.medium == "host" else figures.hbm_bytes_per_s
+        return transfer.payload_bytes / rate, 0.0
 
     def _traffic(self, transfer: Transfer) -> Traffic:
         place = self._coords

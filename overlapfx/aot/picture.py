@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +12,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from overlapfx.aot.render import breakdown, duration
+from overlapfx.aot.render import breakdown, duration, short_label
 from overlapfx.aot.timeline import Event, Timeline
 
 # Colours that stay apart in print and for most colour-blind readers; what costs time is warm, what is hidden is cool.
@@ -34,7 +33,7 @@ _COLOURS = {
     ("transfer", ""): "#9e9e9e",
     ("repeat", ""): "#f2f2f2",
 }
-_LEGEND = (
+_PROCESSOR = (
     ("einsum", ("compute", "einsum")),
     ("kernel", ("compute", "kernel")),
     ("other compute", ("compute", "other")),
@@ -42,6 +41,9 @@ _LEGEND = (
     ("blocking collective", ("blocking", "")),
     ("wait for other slices", ("dcn", "")),
     ("wait for copies", ("memory", "")),
+    ("wait for the host", ("host", "")),
+)
+_MOVING = (
     ("permute", ("transfer", "collective-permute")),
     ("all-gather", ("transfer", "all-gather")),
     ("reduce-scatter", ("transfer", "reduce-scatter")),
@@ -49,6 +51,7 @@ _LEGEND = (
     ("all-to-all", ("transfer", "all-to-all")),
     ("copy or other transfer", ("transfer", "")),
 )
+_Legend = tuple[tuple[str, tuple[str, str]], ...]
 # Iterations that were multiplied, not walked, get this part of the width, whatever they last.
 _REPEAT_WIDTH = 0.05
 _HATCH = {"exposed": "////"}
@@ -72,7 +75,7 @@ class _Scale:
 
 def draw(timeline: Timeline, path: str | pathlib.Path, title: str = "") -> None:
     """Write the picture of `make_figure` as a PNG file."""
-    make_figure(timeline, title).savefig(path, dpi=110)
+    make_figure(timeline, title).savefig(path, dpi=110, format="png")
 
 
 def make_figure(timeline: Timeline, title: str = "") -> Figure:
@@ -95,22 +98,37 @@ def make_figure(timeline: Timeline, title: str = "") -> Figure:
         start, end, label = zoom
         inside = [e for e in timeline.events if e.category != "repeat" and e.end_s > start and e.start_s < end]
         _draw_rows(axes[2], timeline, inside, start, end)
-        axes[2].set_title(f"one iteration of {label}", fontsize=10)
+        axes[2].set_title(f"one iteration of {label}, enlarged", fontsize=10)
+        _mark(axes[1], timeline, start, end)
     used = {_colour_key(event) for event in timeline.events}
+    _add_legend(figure, "row compute, what the processor does:", _PROCESSOR, used, "outside lower left")
+    _add_legend(figure, "rows below it, what moves over each link of the torus:", _MOVING, used, "outside lower right")
+    return figure
+
+
+def _add_legend(figure: Figure, title: str, entries: _Legend, used: set[tuple[str, str]], place: str) -> None:
     handles = [
         Patch(facecolor=_COLOURS[key], label=label, hatch=_HATCH.get(key[0], ""), edgecolor="white")
-        for label, key in _LEGEND
+        for label, key in entries
         if key in used
     ]
-    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles) or 1, frameon=False, fontsize=9)
-    return figure
+    if handles:
+        style: dict[str, Any] = {"loc": place, "ncols": len(handles), "frameon": False, "alignment": "left"}
+        figure.legend(handles=handles, title=title, fontsize=9, title_fontsize=9, **style)
 
 
 def _headline(timeline: Timeline) -> str:
     return (
-        f"{duration(timeline.total_s)} predicted, {timeline.communication_share:.1%} of it communication that is "
+        f"estimate: {duration(timeline.total_s)}, {timeline.communication_share:.1%} of it communication that is "
         f"not hidden"
     )
+
+
+def _mark(axes: Axes, timeline: Timeline, start_s: float, end_s: float) -> None:
+    """Frames what the panel below enlarges."""
+    scale = _scale(timeline.events, 0.0, timeline.total_s)
+    axes.axvspan(scale(start_s), scale(end_s), facecolor="none", edgecolor="black", linewidth=1.2, zorder=5)
+    axes.text((scale(start_s) + scale(end_s)) / 2, -0.55, "enlarged below", ha="center", va="bottom", fontsize=8)
 
 
 def _longest_loop(timeline: Timeline) -> tuple[float, float, str] | None:
@@ -121,7 +139,9 @@ def _longest_loop(timeline: Timeline) -> tuple[float, float, str] | None:
     longest = max(repeats, key=lambda event: event.end_s - event.start_s)
     iteration = (longest.end_s - longest.start_s) / longest.trips
     loop = longest.name.split(":")[0]
-    return longest.start_s - iteration, longest.start_s, f"{loop} ({duration(iteration)})"
+    # What autodiff made has this word in its scope.
+    which = "the backward loop" if "transpose(" in longest.op_name else "the loop"
+    return longest.start_s - iteration, longest.start_s, f"{which} {loop} ({duration(iteration)})"
 
 
 def _colour_key(event: Event) -> tuple[str, str]:
@@ -139,7 +159,7 @@ def _draw_bar(axes: Axes, timeline: Timeline) -> None:
         colour = _COLOURS[category]
         axes.barh(0, share, left=position, color=colour, edgecolor="white", hatch=_HATCH.get(category[0], ""))
         if share > 0.04:
-            text = f"{label}\n{duration(seconds)}, {share:.1%}" if share > 0.13 else f"{share:.1%}"
+            text = f"{label}\n{duration(seconds)}, {share:.1%}" if share > 0.15 else f"{label.split()[0]}\n{share:.1%}"
             box = {"facecolor": colour, "edgecolor": "none", "pad": 1.5}
             axes.text(position + share / 2, 0, text, ha="center", va="center", color="white", fontsize=9, bbox=box)
         position += share
@@ -174,7 +194,8 @@ def _draw_rows(axes: Axes, timeline: Timeline, events: Sequence[Event], start_s:
         begin, end = scale(event.start_s) - left, scale(event.end_s) - left
         if event.category == "repeat":
             axes.axvspan(begin, end, color=_COLOURS["repeat", ""], zorder=0)
-            axes.text((begin + end) / 2, len(places) / 2 - 0.5, f"{event.trips} more", rotation=90, **_CENTRE)
+            middle = ((begin + end) / 2, len(places) / 2 - 0.5)
+            axes.text(*middle, f"{event.trips} more iterations", rotation=90, **_CENTRE)
         elif event.row == "compute" and end - begin > 0.07 * (right - left):
             key = _colour_key(event)
             box = {"facecolor": _COLOURS[key], "edgecolor": "none", "pad": 1.0} if key[0] in _HATCH else None
@@ -185,7 +206,8 @@ def _draw_rows(axes: Axes, timeline: Timeline, events: Sequence[Event], start_s:
     axes.set_yticks(list(places.values()), [_row_label(row) for row in places])
     axes.set_ylim(-0.6, len(places) - 0.4)
     axes.set_xlim(0, max(right - left, 1e-12))
-    axes.set_xlabel("ms" if not any(e.category == "repeat" for e in events) else "ms, without the repeated iterations")
+    repeats = any(event.category == "repeat" for event in events)
+    axes.set_xlabel("milliseconds, repeated iterations left out" if repeats else "milliseconds")
     axes.grid(axis="x", color="#dddddd", linewidth=0.6)
     axes.set_axisbelow(True)
 
@@ -203,12 +225,3 @@ def _scale(events: Sequence[Event], start_s: float, end_s: float) -> _Scale:
 
 def _row_label(row: str) -> str:
     return row if row in ("compute", "memory", "dcn", "host") else f"link {row}"
-
-
-def short_label(event: Event) -> str:
-    """A few characters that name an event: the einsum of its scope, else the last part, else the kind of transfer."""
-    if event.category in ("exposed", "blocking", "dcn"):
-        return event.kind
-    einsum = re.search(r"[A-Za-z,.]+->[A-Za-z]*", event.op_name)
-    text = einsum[0] if einsum else event.op_name.rsplit("/", 1)[-1] or event.name
-    return text if len(text) <= 18 else text[:17] + "…"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -29,12 +30,21 @@ class PlanFiles:
 
     def check(self) -> None:
         """Raises ValueError if a file exists or cannot be made; to be called before anything is compiled."""
-        for path in self._all():
+        paths = list(self._all())
+        for path in paths:
+            if paths.count(path) > 1:
+                raise ValueError(f"{path} is asked for twice; give every file a name of its own.")
             if path.exists():
                 raise ValueError(f"{path} exists and is not overwritten; give another name or remove it.")
-            folder = next(parent for parent in path.absolute().parents if parent.exists())
+            folder = next(parent for parent in path.resolve().parents if parent.exists())
             if not folder.is_dir():
                 raise ValueError(f"{path} cannot be written since {folder} is a file; give another name.")
+            try:
+                with tempfile.TemporaryFile(dir=folder):
+                    pass
+            except OSError as error:
+                why = f"{error.strerror} in {folder}"
+                raise ValueError(f"{path} cannot be written ({why}); give another name.") from error
 
     def write_plan(self, planner: Planner, plan: StepPlan) -> None:
         """Text, picture and trace of one variant; folders are made."""
@@ -78,6 +88,7 @@ def _made(path: Path) -> Path:
 
 def _title(planner: Planner, plan: StepPlan) -> str:
     return (
-        f"{planner.config.name} on {planner.topology}, {plan.variant.name}: {render.duration(plan.step_s)} per step "
-        f"predicted, MFU {plan.mfu:.1%}, {plan.timeline.communication_share:.1%} communication that is not hidden"
+        f"{planner.config.name} on {planner.topology}, {plan.variant.name}: {plan.variant.what}\n"
+        f"estimate: {render.duration(plan.step_s)} per step, MFU {plan.mfu:.1%}, "
+        f"{plan.timeline.communication_share:.1%} communication that is not hidden"
     )

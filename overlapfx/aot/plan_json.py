@@ -22,7 +22,7 @@ def document(planner: Planner, outcomes: Mapping[Variant, Outcome]) -> dict[str,
     Seconds and bytes throughout; `coords[i]` is the place of partition i on the torus of its slice, last mesh axis
     fastest. Several slices have the same order, one after the other.
     """
-    topology = planner.topology
+    topology, torus = planner.topology, planner.placement.torus
     best = best_of({v: p for v, p in outcomes.items() if isinstance(p, StepPlan)}, "xla")
     return {
         "format": FORMAT,
@@ -31,9 +31,9 @@ def document(planner: Planner, outcomes: Mapping[Variant, Outcome]) -> dict[str,
         "num_devices": topology.num_devices,
         "num_slices": topology.num_slices,
         "chip": topology.chip.name,
-        "hbm_bytes_per_device": topology.chip.per_device().hbm_bytes,
+        "hbm_bytes_per_device": planner.assumptions.hbm_bytes,
         "mesh": dict(planner.mesh.shape),
-        "torus": {"shape": list(topology.torus.shape), "wrap": list(topology.torus.wrap)},
+        "torus": {"shape": list(torus.shape), "wrap": list(torus.wrap)},
         "coords": [list(coord) for coord in planner.placement.order],
         "mesh_axes": [
             {
@@ -68,7 +68,9 @@ def _program(variant: Variant, outcome: Outcome) -> dict[str, Any]:
         **about,
         "fits": outcome.fits,
         "compiler_options": dict(outcome.compiled.options),
+        "lower_s": outcome.compiled.lower_s,
         "compile_s": outcome.compiled.compile_s,
+        "read_s": outcome.read_s,
         "memory_bytes": {
             "arguments": memory.arguments,
             "outputs": memory.outputs,
@@ -85,4 +87,5 @@ def _program(variant: Variant, outcome: Outcome) -> dict[str, Any]:
         "step_s_by_link_factor": {f"{factor:g}": step_s for factor, step_s in outcome.sensitivity},
         **timeline,
         "sites": [site.as_dict() for site in outcome.sites],
+        "orders": [order.as_dict() for order in outcome.orders],
     }

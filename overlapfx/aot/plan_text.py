@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from overlapfx.aot.render import assumptions_table, duration, text_table
@@ -10,7 +11,7 @@ from overlapfx.aot.step_plan import DoesNotFit, Planner, StepPlan
 from overlapfx.aot.variants import Variant
 
 Outcome = StepPlan | DoesNotFit
-GIB = 2**30
+GIB, MIB = 2**30, 2**20
 
 
 def heading(planner: Planner) -> str:
@@ -24,12 +25,15 @@ def heading(planner: Planner) -> str:
         f"{config.name} on {topology}: {chips}, mesh {axes}, global batch {config.data.global_batch} x "
         f"{config.model.seq_len} tokens, recomputation {config.model.remat}, overlap {config.overlap.mode}"
     ]
-    return "\n".join(lines + [f"  mesh axis {report}" for report in planner.placement.reports if report.size > 1])
+    if config.overlap.scheduler != "compiler":
+        lines[0] += f", in the order of {config.overlap.scheduler}"
+    where = "  in every slice, mesh axis" if topology.num_slices > 1 else "  mesh axis"
+    return "\n".join(lines + [f"{where} {report}" for report in planner.placement.reports if report.size > 1])
 
 
 def plan_text(plan: StepPlan) -> str:
     """Everything about one plan but the assumptions."""
-    sections = (_step(plan), memory_line(plan), text_table(plan.timeline), sites_table(plan.sites))
+    sections = (_step(plan), memory_line(plan), text_table(plan.timeline), sites_table(plan.sites), orders_table(plan))
     return "\n\n".join(section for section in sections if section)
 
 
@@ -37,18 +41,27 @@ def _step(plan: StepPlan) -> str:
     shorthand = ""
     if plan.flops.hardware > plan.flops.model:
         shorthand = f" ({8 / 6 * plan.mfu:.1%} by the shorthand 8/6 of MFU for whole layers)"
-    timeline = plan.timeline
+    timeline, compiled = plan.timeline, plan.compiled
     scaled = ", ".join(f"{duration(step_s)} at {factor:g}x" for factor, step_s in plan.sensitivity)
+    stages = (("tracing", compiled.lower_s), ("compiling", compiled.compile_s), ("reading", plan.read_s))
     rows = [
         ("step", duration(plan.step_s)),
         ("MFU", f"{plan.mfu:.1%}"),
         ("HFU", f"{plan.hfu:.1%}{shorthand}"),
         ("computation", f"{1 - timeline.communication_share:.1%} of the step (the paper's figure 1)"),
         ("communication", f"{timeline.communication_share:.1%}, exposed or blocking"),
-        ("optimizer", f"{duration(plan.optimizer_s)}, {plan.optimizer_s / plan.step_s:.1%}, part of the times below"),
+        ("optimizer", f"{_part(plan.optimizer_s, plan)}, part of the times below"),
         ("link bandwidth", f"the step takes {scaled}"),
+        ("planned in", ", ".join(f"{seconds:.1f} s {what}" for what, seconds in stages)),
     ]
+    if timeline.repeated_s:
+        repeated = _part(timeline.repeated_s, plan)
+        rows.append(("repeated", f"{repeated}, done again by the compiler where memory is short"))
     return "\n".join(f"{label:16s} {value}" for label, value in rows)
+
+
+def _part(seconds: float, plan: StepPlan) -> str:
+    return f"{duration(seconds)}, {seconds / plan.step_s:.1%}"
 
 
 def memory_line(plan: StepPlan) -> str:
@@ -84,8 +97,28 @@ def sites_table(sites: Sequence[SiteReport]) -> str:
         if state != NOT_PLANNED:
             state += f" ({site.hidden} of {site.transfers} transfers have work beside them)"
         lines.append(f"{site.name:{names}s}  {site.decision:{decisions}s}  {times}  {state}")
-        collectives = "; ".join(map(describe_slot, site.slots)) or "no collective"
-        lines.append(f"{'':{names}s}    {collectives}: {', '.join(site.reasons)}")
+        alike = Counter(map(describe_slot, site.slots))
+        collectives = "; ".join(f"{count} x {what}" if count > 1 else what for what, count in alike.items())
+        lines.append(f"{'':{names}s}    {collectives or 'no collective'}: {', '.join(site.reasons)}")
+    return "\n".join(lines)
+
+
+def orders_table(plan: StepPlan) -> str:
+    """The compiler's own order beside other orders of the same instructions; empty if none was asked for."""
+    if not plan.orders:
+        return ""
+    columns = ("step", "compute", "exposed", "blocking", "GiB", "on chip", "in flight")
+    lines = [f"{'order':14s}" + "".join(f"{c:>10s}" for c in columns) + "   gain over the compiler's own"]
+    for found in plan.orders:
+        name = "compiler" if found.scheduler == "as_written" else found.scheduler
+        t = found.timeline
+        times = "".join(f"{duration(s):>10s}" for s in (t.total_s, t.compute_s, t.exposed_s, t.blocking_s))
+        memory = f"{found.peak_bytes / GIB:10.2f}{found.chip_bytes / MIB:6.0f} MiB{found.most_in_flight:10d}"
+        lines.append(f"{name:14s}{times}{memory}   {plan.step_s / t.total_s:.3f}x")
+    lines.append(
+        "estimates of what another order of the same instructions would give; GiB: temporary values as counted here; "
+        "an order that needs more memory on the chip than the compiler's own could not be compiled as it stands"
+    )
     return "\n".join(lines)
 
 
@@ -99,7 +132,7 @@ def compare_table(outcomes: Mapping[Variant, Outcome]) -> str:
     plans = {variant: plan for variant, plan in outcomes.items() if isinstance(plan, StepPlan)}
     first = next(iter(plans.values()), None)
     best = best_of(plans, "xla")
-    columns = ("step", "compute", "exposed", "blocking", "comm.", "MFU", "HFU", "GiB", "temp.")
+    columns = ("step", "compute", "exposed", "blocking", "repeated", "comm.", "MFU", "HFU", "GiB", "temp.")
     head = f"{'':14s}" + "".join(f"{c:>10s}" for c in columns)
     if first is not None:
         head += f"   gain over {first.variant.name}" + ("" if best is None else f", over {best.variant.name}")
@@ -114,6 +147,7 @@ def compare_table(outcomes: Mapping[Variant, Outcome]) -> str:
         lines.append(f"{variant.name + mark:14s}{_cells(outcome)}{gains}")
     if best is not None:
         lines.append("* the best of XLA")
+    lines.append("repeated: done again by the compiler where memory is short, part of compute and blocking")
     for variant in outcomes:
         plan = plans.get(variant)
         options = variant.options if plan is None else plan.compiled.options
@@ -124,7 +158,7 @@ def compare_table(outcomes: Mapping[Variant, Outcome]) -> str:
 
 def _cells(plan: StepPlan) -> str:
     t, memory = plan.timeline, plan.compiled.memory
-    times = "".join(f"{duration(s):>10s}" for s in (t.total_s, t.compute_s, t.exposed_s, t.blocking_s))
+    times = "".join(f"{duration(s):>10s}" for s in (t.total_s, t.compute_s, t.exposed_s, t.blocking_s, t.repeated_s))
     shares = "".join(f"{share:10.1%}" for share in (t.communication_share, plan.mfu, plan.hfu))
     return f"{times}{shares}{memory.total / GIB:10.2f}{memory.temporaries / GIB:10.2f}"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
+from overlapfx.aot.assumptions import Assumptions
 from overlapfx.aot.hlo_groups import Groups, Pairs
 
 
@@ -22,6 +23,13 @@ class Compute:
     cycles: int | None
     num_flops: float
     num_bytes: float
+
+    def seconds(self, figures: Assumptions) -> float:
+        """By the compiler's estimate, else by arithmetic or memory traffic, whichever takes longer."""
+        if self.cycles is not None:
+            return self.cycles / figures.clock_hz
+        flops_per_s = figures.peak_flops * figures.kernel_efficiency
+        return max(self.num_flops / flops_per_s, self.num_bytes / figures.hbm_bytes_per_s)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import pathlib
+import re
 from typing import Any
 
 from overlapfx.aot.assumptions import Assumptions
-from overlapfx.aot.timeline import Timeline
+from overlapfx.aot.timeline import Event, Timeline
 
 CATEGORY_NAMES = {
     "compute": "compute",
@@ -35,6 +36,8 @@ def breakdown(timeline: Timeline) -> list[tuple[str, float, float]]:
 
 def duration(seconds: float) -> str:
     """A time with three or four digits and a fitting unit."""
+    if seconds == 0:
+        return "0"
     if seconds >= 1:
         return f"{seconds:.2f} s"
     return f"{seconds * 1e3:.2f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.1f} us"
@@ -66,6 +69,7 @@ def as_dict(timeline: Timeline) -> dict[str, Any]:
         "compute_s": timeline.compute_s,
         "exposed_s": timeline.exposed_s,
         "blocking_s": timeline.blocking_s,
+        "repeated_s": timeline.repeated_s,
         "communication_share": timeline.communication_share,
         "breakdown": {c: timeline.by_kind(c) for c in CATEGORY_NAMES if timeline.seconds(c)},
         "transfers": [
@@ -99,7 +103,7 @@ def trace_events(timeline: Timeline) -> list[dict[str, Any]]:
         events.append({"ph": "M", "pid": 0, "tid": number, "name": "thread_name", "args": {"name": name}})
         events.append({"ph": "M", "pid": 0, "tid": number, "name": "thread_sort_index", "args": {"sort_index": number}})
     for event in timeline.events:
-        label = event.name if event.category in ("compute", "repeat") else f"{event.category} {event.kind}"
+        begin, end = (round(seconds * 1e9) for seconds in (event.start_s, event.end_s))
         args: dict[str, Any] = {"instruction": event.name, "op_name": event.op_name, "kind": event.kind}
         if event.payload_bytes:
             args["payload_bytes"] = event.payload_bytes
@@ -110,20 +114,36 @@ def trace_events(timeline: Timeline) -> list[dict[str, Any]]:
                 "ph": "X",
                 "pid": 0,
                 "tid": threads[event.row],
-                "name": label,
+                "name": _trace_label(event),
                 "cat": event.category,
-                "ts": event.start_s * 1e6,
-                "dur": (event.end_s - event.start_s) * 1e6,
+                # Whole nanoseconds, or rounding would make neighbours overlap, which Perfetto does not draw.
+                "ts": begin / 1e3,
+                "dur": (end - begin) / 1e3,
                 "args": args,
             }
         )
     return events
 
 
+def _trace_label(event: Event) -> str:
+    if event.category == "repeat":
+        return event.name
+    return short_label(event) if event.category == "compute" else f"{event.category} {event.kind}"
+
+
 def write_trace(timeline: Timeline, path: str | pathlib.Path) -> None:
     """Write a trace file for Perfetto."""
     document = {"displayTimeUnit": "ms", "traceEvents": trace_events(timeline)}
     pathlib.Path(path).write_text(json.dumps(document), encoding="utf-8")
+
+
+def short_label(event: Event) -> str:
+    """A few characters that name an event: the einsum of its scope, else the last part, else the kind of transfer."""
+    if event.category in ("exposed", "blocking", "dcn"):
+        return event.kind
+    einsum = re.search(r"[A-Za-z,.]+->[A-Za-z]*", event.op_name)
+    text = einsum[0] if einsum else event.op_name.rsplit("/", 1)[-1] or event.name
+    return text if len(text) <= 18 else text[:17] + "…"
 
 
 def _share(part: float, whole: float) -> float:

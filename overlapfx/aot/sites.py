@@ -9,7 +9,9 @@ from typing import Any
 
 from overlapfx.aot.program import Program
 from overlapfx.aot.timeline import Timeline
-from overlapfx.plan.decide import CallSite, Slot
+from overlapfx.plan.cost import Way
+from overlapfx.plan.decide import CallSite
+from overlapfx.plan.slots import Slot
 
 # The kinds of transfer that a decomposition is made of; all else in its scope belongs to collectives left as they were.
 _KINDS = {
@@ -59,7 +61,7 @@ class SiteReport:
     @property
     def decision(self) -> str:
         """How the collectives of this site run."""
-        return "; ".join(dict.fromkeys(_decision(call) for call in self.calls))
+        return "; ".join(dict.fromkeys(_decision(call) + _order(call) for call in self.calls))
 
     @property
     def slots(self) -> tuple[Slot, ...]:
@@ -80,12 +82,18 @@ class SiteReport:
             "decision": self.decision,
             "reasons": list(self.reasons),
             "candidates": [dataclasses.asdict(slot) for slot in self.slots],
+            "ways": [[_way(way) for way in call.ways] for call in self.calls],
             "transfers": self.transfers,
             "hidden_transfers": self.hidden,
             "compute_s": self.compute_s,
             "exposed_s": self.exposed_s,
             "blocking_s": self.blocking_s,
         }
+
+
+def _way(way: Way) -> dict[str, Any]:
+    """What was considered, with predicted seconds."""
+    return {**dataclasses.asdict(way), "slot": None if way.slot is None else f"{way.slot.kind} {way.slot.label}"}
 
 
 def report_sites(calls: Sequence[CallSite], program: Program, timeline: Timeline) -> tuple[SiteReport, ...]:
@@ -141,6 +149,10 @@ def scope_pattern(name: str) -> re.Pattern[str]:
 def describe_slot(slot: Slot) -> str:
     """`gather d over x=4, 402.7 MB`: the bytes that each device receives."""
     return f"{slot.kind} {slot.label} over {'*'.join(slot.axes)}={slot.num_shards}, {slot.wire_bytes / 1e6:.3g} MB"
+
+
+def _order(call: CallSite) -> str:
+    return "" if call.order == "compiler" or call.plan.slot is None else f", order {call.order}"
 
 
 def _decision(call: CallSite) -> str:

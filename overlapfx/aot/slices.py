@@ -172,12 +172,31 @@ def device_coord(device: Any, torus: Torus) -> Coord:
     return chip if torus.cores == 1 else (*chip, int(device.core_on_chip))
 
 
-def make_slice_mesh(wanted: Slice, axes: Mapping[str, int]) -> tuple[Any, Placement]:
+def _example(wanted: Slice, axes: Mapping[str, int]) -> str:
+    """A mesh that fills the slices and keeps the innermost axis, if there is one."""
+    inner = list(axes)[-1]
+    rest, left_over = divmod(wanted.num_devices, axes[inner] * wanted.num_slices)
+    if left_over:
+        return ""
+    replica = f"replica={wanted.num_slices}, " if wanted.num_slices > 1 else ""
+    return f", such as {replica}y={rest}, {inner}={axes[inner]}"
+
+
+def make_slice_mesh(wanted: Slice, axes: Mapping[str, int], torus: Torus | None = None) -> tuple[Any, Placement]:
     """A `jax.sharding.Mesh` of `axes` (outermost first) over the slice, with the placement that chose its order.
+
+    `torus` is the network of one slice, if it is not the family's own.
 
     Several slices are told apart by the first axis, whose size must be a multiple of their number; the placement
     describes one of them, whose order they share. Raises ValueError for a mesh that does not fill the slices.
     """
+    num_devices = math.prod(axes.values())
+    if num_devices != wanted.num_devices:
+        mesh = ", ".join(f"{name}={size}" for name, size in axes.items())
+        raise ValueError(
+            f"mesh {mesh} has {num_devices} devices but {wanted} has {wanted.num_devices}; choose axis sizes whose "
+            f"product is that number{_example(wanted, axes)}."
+        )
     inner = dict(axes)
     outer = next(iter(axes))
     if wanted.num_slices > 1 and axes[outer] % wanted.num_slices:
@@ -186,7 +205,7 @@ def make_slice_mesh(wanted: Slice, axes: Mapping[str, int]) -> tuple[Any, Placem
             f"that; put an axis of that size first, such as replica={wanted.num_slices}."
         )
     inner[outer] = axes[outer] // wanted.num_slices
-    placement = place(wanted.torus, inner)
+    placement = place(wanted.torus if torus is None else torus, inner)
     devices = describe(wanted)
 
     import jax

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
-import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from overlapfx.aot import variants
@@ -17,15 +17,19 @@ from overlapfx.aot.compile import CompiledFor, compile_for
 from overlapfx.aot.hlo import parse_module
 from overlapfx.aot.lowering import lower
 from overlapfx.aot.program import Program
+from overlapfx.aot.reorder import Reordered, reorder
 from overlapfx.aot.sites import SiteReport, report_sites
 from overlapfx.aot.slices import Slice, make_slice_mesh
 from overlapfx.aot.timeline import Timeline, walk
 from overlapfx.aot.variants import Variant
-from overlapfx.config import Config, ModelConfig, Overlap
+from overlapfx.config import Config, Overlap
+from overlapfx.families import ModelConfig
+from overlapfx.plan import cost
 from overlapfx.plan.decide import record_sites
 from overlapfx.plan.flops import StepFlops
 from overlapfx.plan.placement import Placement
 from overlapfx.train import optimizer, state, step
+from overlapfx.train.objectives import Objective
 
 LINK_FACTORS = (0.8, 1.25)
 
@@ -39,12 +43,16 @@ class Family(Protocol):
     def step_flops(self, model: ModelConfig, num_sequences: int) -> StepFlops:
         """FLOPs of a training step."""
 
+    def objective(self, model: ModelConfig) -> Objective:
+        """What it learns to predict, and so what a batch holds."""
+
 
 @dataclasses.dataclass(frozen=True)
 class StepPlan:
     """What one variant of the step will do on one device of the slice; seconds and bytes.
 
-    `sensitivity` holds (factor on the link bandwidth, step seconds). `flops` are those of the whole mesh.
+    `sensitivity` holds (factor on the link bandwidth, step seconds). `flops` are those of the whole mesh. `read_s` is
+    what reading the compiled program took. `orders` holds the same instructions as schedulers of ours order them.
     """
 
     variant: Variant
@@ -54,6 +62,8 @@ class StepPlan:
     sites: tuple[SiteReport, ...]
     flops: StepFlops
     sensitivity: tuple[tuple[float, float], ...]
+    read_s: float
+    orders: tuple[Reordered, ...] = ()
 
     @property
     def step_s(self) -> float:
@@ -76,15 +86,13 @@ class StepPlan:
         return self._utilization(self.flops.hardware)
 
     def _utilization(self, flops: float) -> float:
-        chip = self.compiled.topology.chip
-        return flops / self.step_s / (chip.peak_bf16_flops * self.compiled.topology.num_chips)
+        peak = self.timeline.assumptions.peak_flops * self.compiled.topology.num_devices
+        return flops / self.step_s / peak
 
     @property
     def hbm_bytes(self) -> float:
         """Memory of one device."""
-        size = self.compiled.topology.chip.per_device().hbm_bytes
-        assert size is not None  # every TPU in the table has one
-        return size
+        return self.timeline.assumptions.hbm_bytes
 
     @property
     def fits(self) -> bool:
@@ -109,50 +117,61 @@ class Planner:
     assumptions: Assumptions
     mesh: Mesh
     placement: Placement
+    objective: Objective
 
     @classmethod
     def make(cls, config: Config, family: Family, topology: Slice, assumed: Mapping[str, float]) -> Planner:
         """A planner with figures of `topology`'s chip, those in `assumed` replaced."""
-        assumptions = Assumptions.for_chip(topology.chip, **assumed)
+        assumptions = Assumptions.for_slice(topology, **assumed)
         axes = {"replica": config.mesh.replica} if config.mesh.replica > 1 else {}
-        mesh, placement = make_slice_mesh(topology, {**axes, "y": config.mesh.y, "x": config.mesh.x})
-        return cls(config, family, topology, assumptions, mesh, placement)
+        axes = {**axes, "y": config.mesh.y, "x": config.mesh.x}
+        mesh, placement = make_slice_mesh(topology, axes, assumptions.network(topology))
+        return cls(config, family, topology, assumptions, mesh, placement, family.objective(config.model))
+
+    @property
+    def environment(self) -> cost.Environment:
+        """What the gate prices sites for: this chip, these mesh axes on its links."""
+        axes = {r.axis: cost.AxisLinks(r.native_links, r.ring_load, r.max_hops) for r in self.placement.reports}
+        return cost.Environment(self.topology.chip, axes)
 
     @property
     def num_params(self) -> int:
         """Parameters of the whole model."""
         return state.describe(self.family.build(self.config.model, self.config.overlap)).num_params()
 
-    def plan(self, variant: Variant, given: Mapping[str, str]) -> StepPlan:
+    def plan(self, variant: Variant, given: Mapping[str, str], schedulers: Sequence[str] = ()) -> StepPlan:
         """Compile and read one variant, with the compiler options `given` besides its own.
+
+        schedulers: names in plan.schedulers whose orders of the compiled program are walked as well.
 
         Raises DoesNotFit, and ValueError for options that the compiler refuses.
         """
         fn, arguments = self._step(variant)
-        with record_sites() as calls:
+        with record_sites() as calls, cost.pricing(self.environment):
             compiled = self._compile(fn, arguments, variants.options_of(variant, given))
-        program = lower(parse_module(compiled.text))
+        begin = time.perf_counter()
+        module = parse_module(compiled.text)
+        program = lower(module)
         timeline = self._walk(program, compiled, self.assumptions)
-        return StepPlan(
-            variant,
-            compiled,
-            program,
-            timeline,
-            # XLA's partitioner sees whole arrays: nothing was decided there.
-            report_sites(calls, program, timeline) if variant.partitioning == "shard_map" else (),
-            self.family.step_flops(self.config.model, self.config.data.global_batch),
-            tuple(
-                (f, self._walk(program, compiled, self.assumptions.with_link_factor(f)).total_s) for f in LINK_FACTORS
-            ),
+        # XLA's partitioner sees whole arrays: nothing was decided there.
+        sites = report_sites(calls, program, timeline) if variant.partitioning == "shard_map" else ()
+        flops = self.family.step_flops(self.config.model, self.config.data.global_batch)
+        sensitivity = tuple(
+            (f, self._walk(program, compiled, self.assumptions.with_link_factor(f)).total_s) for f in LINK_FACTORS
         )
+        orders = tuple(
+            reorder(module, name, self.placement.torus, compiled.coords, self.assumptions) for name in schedulers
+        )
+        read_s = time.perf_counter() - begin
+        return StepPlan(variant, compiled, program, timeline, sites, flops, sensitivity, read_s, orders)
 
     def _walk(self, program: Program, compiled: CompiledFor, assumptions: Assumptions) -> Timeline:
-        return walk(program, self.topology.torus, compiled.coords, assumptions)
+        return walk(program, self.placement.torus, compiled.coords, assumptions)
 
     def _step(self, variant: Variant) -> tuple[Any, tuple[Any, Any]]:
         """The jitted step with the shapes and shardings of its arguments."""
-        config = self.config
-        model = state.describe(self.family.build(config.model, variant.overlap(config.overlap)))
+        config, overlap = self.config, variant.overlap(self.config.overlap)
+        model = state.describe(self.family.build(config.model, overlap))
         adam = optimizer.make_optimizer(config.optimizer, config.train.num_steps)
         fn = step.make_train_step(
             self.mesh,
@@ -162,14 +181,16 @@ class Planner:
             grad_accum=config.optimizer.grad_accum,
             dropout=config.model.dropout > 0,
             partitioning=variant.partitioning,
+            scheduler=overlap.scheduler,
         )
         return fn, (state.abstract_state(self.mesh, model, adam, config.seed), self._batch())
 
     def _batch(self) -> dict[str, jax.ShapeDtypeStruct]:
-        shape = (self.config.data.global_batch, self.config.model.seq_len)
-        sharding = NamedSharding(self.mesh, step.batch_spec(self.mesh))
-        dtypes = {"inputs": np.int32, "targets": np.int32, "mask": np.float32, "segments": np.int32}
-        return {name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for name, dtype in dtypes.items()}
+        rows, sharding = self.config.data.global_batch, NamedSharding(self.mesh, step.batch_spec(self.mesh))
+        return {
+            name: jax.ShapeDtypeStruct((rows, *field.shape), field.dtype, sharding=sharding)
+            for name, field in self.objective.fields.items()
+        }
 
     def _compile(self, fn: Any, arguments: tuple[Any, Any], options: Mapping[str, str]) -> CompiledFor:
         try:

@@ -17,6 +17,8 @@ _SAME = 1e-6
 _MAX_WALKED = 8
 # Where waiting for a medium is booked.
 _WAIT_CATEGORY = {"ici": "exposed", "dcn": "dcn", "memory": "memory", "host": "host"}
+# How the compiler names instructions that it repeats rather than keep their results.
+_REPEATED = re.compile(r"\.remat\d*(\.|$)")
 CATEGORIES = ("compute", "exposed", "blocking", "dcn", "memory", "host")
 
 
@@ -114,6 +116,11 @@ class Timeline:
     def blocking_s(self) -> float:
         """Blocking collectives."""
         return self.seconds("blocking")
+
+    @property
+    def repeated_s(self) -> float:
+        """What the compiler itself does again since memory is short, beyond the program's own recomputation."""
+        return sum(seconds for (_, _, name), seconds in self.ledger.items() if _REPEATED.search(name))
 
     @property
     def communication_s(self) -> float:
@@ -234,11 +241,7 @@ class _Walker:
         self.now += seconds
 
     def _compute(self, step: Compute) -> None:
-        figures = self._figures
-        if step.cycles is not None:
-            seconds = step.cycles / figures.clock_hz
-        else:
-            seconds = max(step.num_flops / figures.peak_flops, step.num_bytes / figures.hbm_bytes_per_s)
+        seconds = step.seconds(self._figures)
         self._computed += seconds
         self._spend(seconds, "compute", step.kind, step.name, step.op_name)
 
@@ -316,9 +319,7 @@ class _Walker:
 def _length(step: Step, figures: Assumptions) -> float:
     """Rough length of a step without queues, to compare alternatives: work by its price, transfers by their bytes."""
     if isinstance(step, Compute):
-        if step.cycles is not None:
-            return step.cycles / figures.clock_hz
-        return max(step.num_flops / figures.peak_flops, step.num_bytes / figures.hbm_bytes_per_s)
+        return step.seconds(figures)
     if isinstance(step, Blocking):
         return step.transfer.payload_bytes / figures.link_bytes_per_s
     if isinstance(step, Loop):

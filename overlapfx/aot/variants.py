@@ -7,12 +7,20 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from overlapfx.config import Overlap
+from overlapfx.plan.schedulers import SCHEDULERS
 
 Options = Mapping[str, str]
 
-# The documented TPU compiler options that make communication asynchronous; see LOG.md for what each brings.
+# The TPU compiler options that make communication asynchronous; see LOG.md for what each brings.
 _ASYNC: Options = MappingProxyType(
-    {"xla_enable_async_all_gather": "true", "xla_tpu_enable_latency_hiding_scheduler": "true"}
+    {
+        "xla_enable_async_all_gather": "true",
+        "xla_tpu_enable_latency_hiding_scheduler": "true",
+        # Without these the scheduler keeps one gather in flight, and puts ends of transfers right behind their starts
+        # as soon as it fears for memory, long before it runs out.
+        "xla_max_concurrent_async_all_gathers": "4",
+        "xla_tpu_enable_scheduler_memory_pressure_tracking": "false",
+    }
 )
 # XLA decomposes an einsum with its collective from this size of the operand on, in MiB.
 _WINDOWED: Options = MappingProxyType({"xla_jf_spmd_threshold_for_windowed_einsum_mib": "0"})
@@ -66,6 +74,19 @@ def choose(compare: str) -> tuple[Variant, ...]:
             raise ValueError(f"--compare has {name!r}; choose from {', '.join(NAMES)}, separated by commas.")
     found = (variant for name in names for variant in VARIANTS if name in (variant.group, variant.name))
     return tuple(dict.fromkeys(found))
+
+
+def choose_schedulers(text: str) -> tuple[str, ...]:
+    """Names in plan.schedulers, the order as compiled first, for a comma-separated list; empty for "".
+
+    "compiler" is the order as compiled, which text calls as_written. Raises ValueError for any other name.
+    """
+    names = [name.strip() for name in text.split(",")] if text else []
+    known = ("compiler", *SCHEDULERS)
+    for name in names:
+        if name not in known:
+            raise ValueError(f"--scheduler has {name!r}; choose from {', '.join(known)}, separated by commas.")
+    return tuple(dict.fromkeys(("as_written", *names))) if names and set(names) - {"compiler"} else ()
 
 
 def options_of(variant: Variant, given: Options) -> dict[str, str]:

@@ -8,12 +8,13 @@ from typing import Any
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from overlapfx.config import Overlap
 from overlapfx.layers import param
 from overlapfx.ops import ring
 from overlapfx.ops.collective_einsum import collective_einsum
+from overlapfx.types import Evaluation
 
 
 class Embedding(nnx.Module):
@@ -57,11 +58,35 @@ def cross_entropy(logits_BTV: Float[Array, "B T V"], targets_BT: Int[Array, "B T
 
     Only two numbers per token cross the network, never a logit vector.
     """
-    num_rows = logits_BTV.shape[-1]
-    largest_BT = lax.pmax(lax.stop_gradient(jnp.max(logits_BTV, axis=-1)), "x")
-    shifted_BTV = logits_BTV - largest_BT[..., None]
+    shifted_BTV = _below_largest(logits_BTV)
     log_sum_BT = jnp.log(lax.psum(jnp.sum(jnp.exp(shifted_BTV), axis=-1), "x"))
+    return log_sum_BT - _at_targets(shifted_BTV, targets_BT)
+
+
+def token_scores(
+    logits_BTV: Float[Array, "B T V"], targets_BT: Int[Array, "B T"], mask_BT: Float[Array, "B T"]
+) -> Evaluation:
+    """How well this device's counted targets are predicted: loss in nats, accuracy (the likeliest token is right)."""
+    count = jnp.sum(mask_BT)
+    nll_BT, right_BT = cross_entropy(logits_BTV, targets_BT), is_likeliest(logits_BTV, targets_BT)
+    return {"loss": (jnp.sum(nll_BT * mask_BT), count), "accuracy": (jnp.sum(right_BT * mask_BT), count)}
+
+
+def is_likeliest(logits_BTV: Float[Array, "B T V"], targets_BT: Int[Array, "B T"]) -> Bool[Array, "B T"]:
+    """Whether no token has a larger logit than the target, from logits whose vocabulary is sharded over x."""
+    return _at_targets(_below_largest(logits_BTV), targets_BT) == 0
+
+
+def _below_largest(logits_BTV: Float[Array, "B T V"]) -> Float[Array, "B T V"]:
+    """Logits less the largest one of their token, which is no part of any gradient."""
+    largest_BT = lax.pmax(lax.stop_gradient(jnp.max(logits_BTV, axis=-1)), "x")
+    return logits_BTV - largest_BT[..., None]
+
+
+def _at_targets(logits_BTV: Float[Array, "B T V"], targets_BT: Int[Array, "B T"]) -> Float[Array, "B T"]:
+    """The targets' logits, wherever in the vocabulary they are."""
+    num_rows = logits_BTV.shape[-1]
     local_BT = targets_BT - ring.index(("x",)) * num_rows
     mine_BT = (local_BT >= 0) & (local_BT < num_rows)
-    picked_BT = jnp.take_along_axis(shifted_BTV, jnp.where(mine_BT, local_BT, 0)[..., None], axis=-1)[..., 0]
-    return log_sum_BT - lax.psum(jnp.where(mine_BT, picked_BT, 0), "x")
+    picked_BT = jnp.take_along_axis(logits_BTV, jnp.where(mine_BT, local_BT, 0)[..., None], axis=-1)[..., 0]
+    return lax.psum(jnp.where(mine_BT, picked_BT, 0), "x")

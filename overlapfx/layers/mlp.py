@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 
 from overlapfx.config import Overlap
 from overlapfx.layers import param
-from overlapfx.ops.collective_einsum import collective_einsum, collective_einsum_multi
+from overlapfx.ops.collective_einsum import collective_einsum_grid
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {"gelu": jax.nn.gelu, "relu": jax.nn.relu, "silu": jax.nn.silu}
 
@@ -23,6 +23,7 @@ class MLP(nnx.Module):
 
     gated: the activation multiplies a second projection, which shares the gather of the first.
     out_std: standard deviation of the narrowing weights, before division by the square root of their fan-in.
+    name: what the names of its sites begin with.
     """
 
     def __init__(
@@ -35,6 +36,7 @@ class MLP(nnx.Module):
         out_std: float,
         compute_dtype: Any,
         overlap: Overlap,
+        name: str = "mlp",
         rngs: nnx.Rngs,
     ) -> None:
         std = 1 / math.sqrt(d_model)
@@ -42,31 +44,26 @@ class MLP(nnx.Module):
         self.gate_DF = param.normal(rngs.params(), (d_model, d_ff), std, param.W_DF) if gated else None
         self.down_FD = param.normal(rngs.params(), (d_ff, d_model), out_std / math.sqrt(d_ff), param.W_FD)
         self.activation = activation
-        self.compute_dtype, self.overlap = compute_dtype, overlap
+        self.compute_dtype, self.overlap, self.name = compute_dtype, overlap, name
 
     def __call__(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """Shards [y, -, x] in and out."""
-        up: dict[str, Any] = {
-            "lhs_gather": {"d": "x"},
+        return self.stripes([x_BTD])[0]
+
+    def stripes(self, xs_BTD: Sequence[Array]) -> list[Array]:
+        """The same for several row stripes of a batch, each computing while the others communicate."""
+        shared: dict[str, Any] = {
             "rhs_gather": {"d": "y"},
             "compute_dtype": self.compute_dtype,
             "overlap": self.overlap,
-            "name": "mlp.up",
         }
+        up: dict[str, Any] = {"lhs_gather": {"d": "x"}, "name": f"{self.name}.up", **shared}
         activation = ACTIVATIONS[self.activation]
         if self.gate_DF is None:
-            h_BTF = collective_einsum("btd,df->btf", x_BTD, self.up_DF[...], activation=activation, **up)
+            widened = collective_einsum_grid("btd,df->btf", xs_BTD, [self.up_DF[...]], activation=activation, **up)
+            hs_BTF = [h_BTF for (h_BTF,) in widened]
         else:
-            weights = [self.up_DF[...], self.gate_DF[...]]
-            up_BTF, gate_BTF = collective_einsum_multi("btd,df->btf", x_BTD, weights, **up)
-            h_BTF = up_BTF * activation(gate_BTF)
-        return collective_einsum(
-            "btf,fd->btd",
-            h_BTF,
-            self.down_FD[...],
-            rhs_gather={"d": "y"},
-            out_scatter={"d": "x"},
-            compute_dtype=self.compute_dtype,
-            overlap=self.overlap,
-            name="mlp.down",
-        )
+            widened = collective_einsum_grid("btd,df->btf", xs_BTD, [self.up_DF[...], self.gate_DF[...]], **up)
+            hs_BTF = [up_BTF * activation(gate_BTF) for up_BTF, gate_BTF in widened]
+        down: dict[str, Any] = {"out_scatter": {"d": "x"}, "name": f"{self.name}.down", **shared}
+        return [y_BTD for (y_BTD,) in collective_einsum_grid("btf,fd->btd", hs_BTF, [self.down_FD[...]], **down)]

@@ -19,6 +19,7 @@ W_NHD = P("x", None, "y")
 W_VD = P("x", "y")
 SCALE_D = P("x")
 TABLE_TD = P(None, "x")
+TABLE_RN = P(None, "x")
 
 
 def normal(key: PRNGKey, shape: tuple[int, ...], std: float, layout: P) -> nnx.Param:

@@ -14,7 +14,7 @@ from jaxtyping import Array, Shaped
 
 from overlapfx import compat
 from overlapfx.config import Overlap
-from overlapfx.ops import engine, layout, pieces
+from overlapfx.ops import engine, layout, order, pieces
 from overlapfx.plan import pattern
 from overlapfx.plan.pattern import AxisNames, Operand, Problem, Result
 
@@ -98,11 +98,50 @@ def collective_einsum_multi(
     The right operands have the same labels; their free labels may have different sizes. The gradient of the left
     operand is summed over all of them before it is scattered, once.
     """
-    if not rhs:
-        raise ValueError(f"collective_einsum {name!r}: there is no right operand: pass at least one.")
+    return collective_einsum_grid(
+        spec,
+        [lhs],
+        rhs,
+        lhs_gather=lhs_gather,
+        rhs_gather=rhs_gather,
+        out_scatter=out_scatter,
+        overlap=overlap,
+        name=name,
+        compute_dtype=compute_dtype,
+        out_dtype=out_dtype,
+        bias=bias,
+        bias_labels=bias_labels,
+        activation=activation,
+    )[0]
+
+
+def collective_einsum_grid(
+    spec: str,
+    lhs: Sequence[Shaped[Array, "..."]],
+    rhs: Sequence[Shaped[Array, "..."]],
+    *,
+    lhs_gather: Mapping[str, AxisNames] = _NONE,
+    rhs_gather: Mapping[str, AxisNames] = _NONE,
+    out_scatter: Mapping[str, AxisNames] = _NONE,
+    overlap: Overlap = Overlap(),
+    name: str = "einsum",
+    compute_dtype: Any = None,
+    out_dtype: Any = None,
+    bias: Sequence[Shaped[Array, "..."]] | None = None,
+    bias_labels: str = "",
+    activation: Callable[[Array], Array] | None = None,
+) -> list[list[Shaped[Array, "..."]]]:
+    """Every left operand times every right one, [i][j] from lhs[i] and rhs[j]; see `collective_einsum`.
+
+    Left operands are the row stripes of one activation: they share the gathers of the right operands, and while the
+    collective of one stripe is under way the others compute. The gradient of a right operand is summed over all of
+    them before it is scattered, once. Labels on one side only may have another size in each operand of that side.
+    """
+    for side, given in (("left", lhs), ("right", rhs)):
+        if not given:
+            raise ValueError(f"collective_einsum {name!r}: there is no {side} operand: pass at least one.")
     labels = pattern.parse_spec(spec, name)
     mesh_axes = _bound_axes(lhs_gather, rhs_gather, out_scatter)
-    lhs = layout.constrain(labels[0], lhs)
     gathers = [
         pattern.check_collective(name, what, labels_of, collective, mesh_axes)
         for what, labels_of, collective in (
@@ -111,27 +150,30 @@ def collective_einsum_multi(
             ("out_scatter", labels[2], out_scatter),
         )
     ]
-    lhs_labels, gathers[0], (lhs,) = _reduce_private(name, labels[0], gathers[0], labels[1] + labels[2], [lhs])
+    lhs = [layout.constrain(labels[0], x) for x in lhs]
+    lhs_labels, gathers[0], lhs = _reduce_private(name, labels[0], gathers[0], labels[1] + labels[2], lhs)
     rhs_labels, gathers[1], rhs = _reduce_private(name, labels[1], gathers[1], labels[0] + labels[2], rhs)
-    problem = pattern.forward(
-        Operand(lhs_labels, gathers[0]), Operand(rhs_labels, gathers[1]), Result(labels[2], gathers[2]), len(rhs)
-    )
-    results = pattern.check_sizes(name, problem, [lhs.shape, *(r.shape for r in rhs)], mesh_axes)
-    operands = [lhs, *rhs]
+    sides = Operand(lhs_labels, gathers[0]), Operand(rhs_labels, gathers[1])
+    problem = pattern.forward(*sides, Result(labels[2], gathers[2]), num_rhs=len(rhs), num_lhs=len(lhs))
+    operands = [*lhs, *rhs]
+    results = pattern.check_sizes(name, problem, [x.shape for x in operands], mesh_axes, len(lhs))
     compute = compute_dtype or jnp.result_type(*operands)
+    starts = range(0, len(results), len(rhs))  # of the results of each left operand
     static = _Static(
         name=name,
         problem=problem,
+        num_lhs=len(lhs),
         overlap=overlap,
         mesh_axes=tuple(mesh_axes.items()),
         compute_dtype=jnp.dtype(compute),
         out_dtype=jnp.dtype(out_dtype or compute),
-        bias_labels=_check_bias(name, labels[2], results, bias, bias_labels),
+        bias_labels=next(_check_bias(name, labels[2], results[i:][: len(rhs)], bias, bias_labels) for i in starts),
         activation=activation,
     )
     everything = _vary_alike([*operands, *(bias or ())], _named_axes(lhs_gather, rhs_gather, out_scatter))
     outs = _apply(static, tuple(everything[: len(operands)]), tuple(everything[len(operands) :]))
-    return [layout.constrain(labels[2], out) for out in outs]
+    flat = [layout.constrain(labels[2], out) for out in outs]
+    return [flat[i : i + len(rhs)] for i in starts]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,6 +182,7 @@ class _Static:
 
     name: str
     problem: Problem
+    num_lhs: int
     overlap: Overlap
     mesh_axes: tuple[tuple[str, int], ...]
     compute_dtype: Any
@@ -159,18 +202,22 @@ Arrays = tuple[Array, ...]
 def _forward(static: _Static, operands: Arrays, bias: Arrays, for_gradient: bool) -> tuple[Any, dict[int, Array]]:
     problem, settings = static.problem, static.settings(static.name)
     moving = tuple(x.astype(static.compute_dtype) for x in operands)
-    plan = engine.plan_problem(static.name, problem, moving, settings, dict(static.mesh_axes))
+    weights = range(static.num_lhs, len(operands))
+    plan = engine.plan_problem(
+        static.name, problem, moving, settings, dict(static.mesh_axes), early=weights, num_stripes=static.num_lhs
+    )
     epilogue = engine.Epilogue(
         dtypes=(static.out_dtype,) * len(problem.results),
-        bias=bias or None,
+        bias=bias * static.num_lhs or None,
         bias_labels=static.bias_labels,
         activation=static.activation,
         keep_input=for_gradient,
     )
     gathered = [i for i, o in enumerate(problem.operands) if o.gather]
     keep = gathered if for_gradient and settings.save_gathered else ()
+    run = functools.partial(engine.run, problem, plan=plan, epilogue=epilogue, keep=keep)
     with jax.named_scope(static.name):  # by which plans find a site in the compiled program
-        return engine.run(problem, moving, plan, epilogue, keep)
+        return order.impose(run, settings.scheduler)(moving)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -191,7 +238,9 @@ def _apply_bwd(static: _Static, residuals: Any, cotangents: Arrays) -> tuple[Arr
         cotangents = tuple(
             _through_activation(static.activation, z, dy) for z, dy in zip(inputs, cotangents, strict=True)
         )
-    problem = pattern.without_gathers(pattern.backward(static.problem), [len(cotangents) + i for i in kept])
+    problem = pattern.without_gathers(
+        pattern.backward(static.problem, static.num_lhs), [len(cotangents) + i for i in kept]
+    )
     dys = tuple(dy.astype(static.compute_dtype) for dy in cotangents)
     # Behind a barrier, or XLA would see that the operands are those of the forward pass, gather them once and keep the
     # gathered ones until here.
@@ -203,14 +252,23 @@ def _apply_bwd(static: _Static, residuals: Any, cotangents: Arrays) -> tuple[Arr
     for site, results in _backward_sites(static):
         part, used = pattern.restrict(problem, results)
         here = [arrays[i] for i in used]
-        plan = engine.plan_problem(site, part, here, static.settings(site), dict(static.mesh_axes))
+        plan = engine.plan_problem(
+            site,
+            part,
+            here,
+            static.settings(site),
+            dict(static.mesh_axes),
+            early=[new for new, old in enumerate(used) if old >= len(cotangents)],
+            num_stripes=static.num_lhs,
+        )
         epilogue = engine.Epilogue(dtypes=tuple(operands[i].dtype for i in results))
+        run = functools.partial(engine.run, part, plan=plan, epilogue=epilogue)
         with jax.named_scope(site):
-            outs, _ = engine.run(part, here, plan, epilogue)
+            outs, _ = order.impose(run, static.settings(site).scheduler)(here)
         gradients.update({i: out[0] for i, out in zip(results, outs, strict=True)})
     dbias = tuple(
-        _bias_gradient(static.problem.results[0].labels, static.bias_labels, dy, b)
-        for dy, b in zip(cotangents, bias, strict=bool(bias))
+        _bias_gradient(static.problem.results[0].labels, static.bias_labels, cotangents[j :: len(bias)], b)
+        for j, b in enumerate(bias)
     )
     return tuple(gradients[i] for i in range(len(operands))), dbias
 
@@ -223,11 +281,10 @@ def _backward_sites(static: _Static) -> list[tuple[str, tuple[int, ...]]]:
     of
     it feeds both products.
     """
-    num_rhs = len(static.problem.results)
-    everything = tuple(range(1 + num_rhs))
-    if static.problem.results[0].scatter and num_rhs == 1:
+    everything, num_lhs = tuple(range(len(static.problem.operands))), static.num_lhs
+    if static.problem.results[0].scatter and len(everything) == num_lhs + 1:
         return [(f"{static.name}.bwd", everything)]
-    return [(f"{static.name}.dlhs", everything[:1]), (f"{static.name}.drhs", everything[1:])]
+    return [(f"{static.name}.dlhs", everything[:num_lhs]), (f"{static.name}.drhs", everything[num_lhs:])]
 
 
 def _through_activation(activation: Callable[[Array], Array], z: Array, dy: Array) -> Array:
@@ -237,9 +294,11 @@ def _through_activation(activation: Callable[[Array], Array], z: Array, dy: Arra
     return dz
 
 
-def _bias_gradient(labels: str, bias_labels: str, dy: Array, bias: Array) -> Array:
-    accum = pieces.accumulation_dtype(dy)
-    return jnp.einsum(f"{labels}->{bias_labels}", dy.astype(accum)).astype(bias.dtype)
+def _bias_gradient(labels: str, bias_labels: str, dys: Sequence[Array], bias: Array) -> Array:
+    """Summed over the results that the bias was added to."""
+    accum = pieces.accumulation_dtype(dys[0])
+    parts = [jnp.einsum(f"{labels}->{bias_labels}", dy.astype(accum)) for dy in dys]
+    return sum(parts[1:], start=parts[0]).astype(bias.dtype)
 
 
 def _bound_axes(*collectives: Mapping[str, AxisNames]) -> dict[str, int]:

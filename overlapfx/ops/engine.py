@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array
 
 from overlapfx.config import Overlap
-from overlapfx.ops import looped, pieces, ring, striped
+from overlapfx.ops import looped, order, pieces, ring, striped
 from overlapfx.plan import decide
+from overlapfx.plan.cost import Work
 from overlapfx.plan.decide import CallSite, Plan
 from overlapfx.plan.pattern import Problem, num_shards
+from overlapfx.plan.slots import Slot, find_slots
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,9 +49,18 @@ class Epilogue:
 
 
 def plan_problem(
-    name: str, problem: Problem, operands: Sequence[Array], overlap: Overlap, mesh_axes: Mapping[str, int]
+    name: str,
+    problem: Problem,
+    operands: Sequence[Array],
+    overlap: Overlap,
+    mesh_axes: Mapping[str, int],
+    early: Collection[int],
+    num_stripes: int,
 ) -> Plan:
-    """Finds the collectives of a problem, lets the rule choose, records the call site."""
+    """Finds the collectives of a problem, lets the gate choose, records the call site.
+
+    early: operands that are known long before, so that their gathers can be. num_stripes: row stripes side by side.
+    """
     full: list[dict[str, int]] = []
     for operand, x in zip(problem.operands, operands, strict=True):
         gathered = dict(operand.gather)
@@ -59,14 +70,16 @@ def plan_problem(
     sizes = {t.out: full[t.lhs] | full[t.rhs] for t in problem.terms}
     accum = pieces.wire_dtype(pieces.accumulation_dtype(*operands), overlap.accum_dtype)
     shapes, item_bytes = [x.shape for x in operands], [x.dtype.itemsize for x in operands]
-    slots = decide.find_slots(problem, shapes, item_bytes, sizes, mesh_axes, jnp.dtype(accum).itemsize)
-    plan = decide.choose(name, problem, slots, overlap, _cut_sizes(slots, full, sizes))
-    decide.record(CallSite(name, tuple(problem.spec(t) for t in problem.terms), slots, plan))
+    slots = find_slots(problem, shapes, item_bytes, sizes, mesh_axes, jnp.dtype(accum).itemsize)
+    work = Work(problem, sizes, frozenset(early), num_stripes)
+    plan, ways = decide.choose(slots, overlap, _cut_sizes(slots, full, sizes), work)
+    specs = tuple(problem.spec(t) for t in problem.terms)
+    decide.record(CallSite(name, specs, slots, plan, order.describe(overlap.scheduler), ways))
     return plan
 
 
 def _cut_sizes(
-    slots: Sequence[decide.Slot], full: Sequence[Mapping[str, int]], sizes: Mapping[int, Mapping[str, int]]
+    slots: Sequence[Slot], full: Sequence[Mapping[str, int]], sizes: Mapping[int, Mapping[str, int]]
 ) -> dict[tuple[str, int], Mapping[str, int]]:
     """Label sizes by collective: several right operands may give one letter different sizes."""
     return {(s.kind, s.index): full[s.index] if s.kind == "gather" else sizes[s.index] for s in slots}
@@ -129,7 +142,7 @@ def _finished_by_piece(problem: Problem, plan: Plan, i: int) -> bool:
     if slot is None:
         return False
     if slot.kind == "scatter":
-        return plan.method == "stripe" and slot.index == i and len(result.scatter) == 1
+        return plan.method == "stripe" and i in plan.members() and len(result.scatter) == 1
     if plan.method not in ("ring", "stripe") or result.scatter:
         return False
     placed = slot.label in result.labels if plan.method == "ring" else True
@@ -137,12 +150,16 @@ def _finished_by_piece(problem: Problem, plan: Plan, i: int) -> bool:
 
 
 def _scatter(problem: Problem, plan: Plan, operands: Sequence[Array], finish: pieces.Finish) -> looped.Outs:
-    slot = plan.slot
-    assert slot is not None
-    if plan.method == "stripe":
-        return {slot.index: striped.scatter_stripes(problem, plan, operands, finish)}
-    scatter = looped.scatter_ring if plan.method == "ring" else striped.scatter_exchange
-    return {slot.index: (scatter(problem, plan, operands),)}
+    outs: looped.Outs = {}
+    for i, slot in plan.members().items():
+        one = dataclasses.replace(plan, slot=slot, twins=())
+        if plan.method == "stripe":
+            outs[i] = striped.scatter_stripes(problem, one, operands, finish)
+        elif plan.method == "ring":
+            outs[i] = (looped.scatter_ring(*pieces.merge_contraction(problem, i, operands), plan=one),)
+        else:
+            outs[i] = (striped.scatter_exchange(problem, one, operands),)
+    return outs
 
 
 def _complete(
@@ -154,15 +171,15 @@ def _complete(
     decomposed: set[int],
 ) -> Array:
     """Result `i` in the accumulation dtype: what the decomposition left to do, whole products and blocking scatters."""
-    value = outs[i][0] if i in outs else None
+    total: pieces.Sum = outs.get(i)
     slot = plan.slot
-    scattered_here = slot is not None and slot.kind == "scatter" and slot.index == i
+    scattered_here = slot is not None and slot.kind == "scatter" and i in plan.members()
     if not scattered_here:
         for term in problem.terms:
             if term.out == i and not decomposed & set(term.operands()):
-                product = pieces.multiply(problem, term, operands[term.lhs], operands[term.rhs])
-                value = product if value is None else value + product
-    assert value is not None
+                total = [pieces.multiply_add(problem, term, (operands[term.lhs], operands[term.rhs]), total)]
+    assert total is not None
+    value = total[0]
     wire = pieces.wire_dtype(value.dtype, plan.accum_dtype)
     for label, axes in problem.results[i].scatter:
         if scattered_here and slot is not None and label == slot.label:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import jax
 from jax import lax
@@ -26,6 +26,21 @@ def constrain(labels: str, x: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
     if axes_of_label is None or "b" not in labels:
         return x
     return lax.with_sharding_constraint(x, P(*(axes_of_label.get(label) for label in labels)))
+
+
+def on_each_device(
+    fn: Callable[..., Array], operands: Sequence[str], result: str
+) -> Callable[..., Shaped[Array, "..."]]:
+    """`fn`, of operands whose dimensions are called so, for what XLA's partitioner cannot cut, such as a kernel.
+
+    It may be computed apart for every part of the dimensions that `constrain` lays over mesh axes. Inside shard_map it
+    is `fn` itself.
+    """
+    axes_of_label = _axes_of_label.get()
+    if axes_of_label is None:
+        return fn
+    specs = [P(*(axes_of_label.get(label) for label in labels)) for labels in (*operands, result)]
+    return jax.shard_map(fn, in_specs=tuple(specs[:-1]), out_specs=specs[-1])
 
 
 def is_whole(axis: str) -> bool:

@@ -102,28 +102,28 @@ class _GatherRing:
         shard = shards[0] if len(shards) == 1 else jnp.concatenate(shards, axis=dim)
         outs = dict(outs)
         for i, result in enumerate(problem.results):
-            products = []
+            added = slot.label not in result.labels and i in outs  # to the sum over the shards before
+            total: pieces.Sum = outs[i] if added else None
             for term in problem.terms:
                 if term.out != i or slot.index not in term.operands():
                     continue
-                lhs, rhs = (
+                cut = tuple(
                     shard
                     if j == slot.index
                     else pieces.take_all(self.operands[j], problem.operands[j].labels, slot.label, starts, sizes)
                     for j in term.operands()
                 )
-                products.append(pieces.multiply(problem, term, lhs, rhs))
-            if not products:
+                total = [pieces.multiply_add(problem, term, cut, total)]
+            if total is None:
                 continue
-            total = sum(products[1:], start=products[0])
             if slot.label in result.labels:
                 shape = pieces.result_shape(problem, i, self.operands, slot.label, full)
                 where = result.labels.index(slot.label)
-                for part, start in zip(pieces.split(total, where, sizes), starts, strict=True):
+                for part, start in zip(pieces.split(total[0], where, sizes), starts, strict=True):
                     final = self.finish(i, part, slot.label, start)
                     outs[i] = pieces.place_all(outs.get(i), final, shape, where, start)
             else:
-                outs[i] = (outs[i][0] + total,) if i in outs else (total,)
+                outs[i] = tuple(total)
         if self.keep:
             shape = (*shard.shape[:dim], full, *shard.shape[dim + 1 :])
             for part, start in zip(shards, starts, strict=True):
@@ -156,7 +156,7 @@ def all_gather_by_ring(x: Shaped[Array, "..."], labels: str, plan: Plan) -> Shap
     return buffer
 
 
-def scatter_ring(problem: Problem, plan: Plan, operands: Sequence[Array]) -> Shaped[Array, "..."]:
+def scatter_ring(problem: Problem, operands: Sequence[Array], plan: Plan) -> Shaped[Array, "..."]:
     """The sum over the ring of one result's products, this device's shard (algorithm 1, Einsum-ReduceScatter).
 
     Accumulators travel. In each round the device computes its partial einsum for the shard that the arriving
@@ -205,28 +205,32 @@ class _ScatterRing:
                 new[i] = ring.shift(acc, self.slot.axes, chains[i].step * chains[i].stride)
         for pair in sorted({chains[i].pair for i in active}):
             members = [i for i in active if chains[i].pair == pair]
-            for i, partial in zip(members, self._partials([chains[i] for i in members], r), strict=True):
-                arrived = new[i]
-                total = partial if arrived is None else arrived.astype(self.accum) + partial
+            for i, total in zip(
+                members, self._totals([chains[i] for i in members], r, [new[i] for i in members]), strict=True
+            ):
                 travels_on = steady or r + 1 < chains[i].count or chains[i].last > 0
                 new[i] = total.astype(self.wire) if travels_on else total
         return new
 
-    def _partials(self, chains: Sequence[Chain], r: int | Array) -> list[Array]:
+    def _totals(self, chains: Sequence[Chain], r: int | Array, arrived: Sequence[Array | None]) -> list[Array]:
+        """What arrived plus this device's partial einsums, in the accumulation dtype."""
         slot = self.slot
         starts = [
             jnp.mod(self.place_in_ring + c.step * c.distance(r), slot.num_shards) * slot.shard_size + c.piece.offset
             for c in chains
         ]
         sizes = [c.piece.size for c in chains]
-        products = []
+        waiting = [acc for acc in arrived if acc is not None]
+        assert len(waiting) in (0, len(chains))
+        total: pieces.Sum = waiting or None
         for term in self.terms:
-            lhs, rhs = (
+            cut = tuple(
                 pieces.take_all(self.operands[j], self.problem.operands[j].labels, slot.label, starts, sizes)
                 for j in term.operands()
             )
-            products.append(pieces.multiply(self.problem, term, lhs, rhs))
-        return pieces.split(sum(products[1:], start=products[0]), self.dim, sizes)
+            total = [pieces.multiply_add(self.problem, term, cut, total, self.dim)]
+        assert total is not None
+        return pieces.split(total[0], self.dim, sizes)
 
     def join(self, chains: Sequence[Chain], accumulators: Sequence[Array | None]) -> Array:
         """The epilogue: chains that end beside the owner hop home, sums of one piece are added, pieces joined."""

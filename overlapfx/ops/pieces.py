@@ -10,7 +10,7 @@ from jax import lax
 from jaxtyping import Array, Shaped
 
 from overlapfx import compat
-from overlapfx.plan.pattern import Problem, Term
+from overlapfx.plan.pattern import Operand, Problem, Term
 
 Start = Any  # int or traced int32 scalar: where a piece begins along its label
 # finish(result, accumulated value, label, start) -> what leaves the op for this piece: bias, activation, rounding.
@@ -71,10 +71,55 @@ def multiply(
     return jnp.einsum(problem.spec(term), lhs, rhs, preferred_element_type=accum)
 
 
+Sum = Sequence[Array] | None  # parts of a running sum, side by side; None if there is none yet
+
+
+def multiply_add(problem: Problem, term: Term, cut: tuple[Array, ...], total: Sum, dim: int = 0) -> Array:
+    """One einsum plus a running sum, given as parts side by side along `dim`, in the accumulation dtype.
+
+    The product comes first in the addition and begins behind a barrier, when all that it is added to is there: then the
+    TPU compiler makes einsum and addition one kernel, at the price of the einsum alone. Otherwise it leaves most sums
+    apart, which costs up to a fifth of the einsum's time (LOG.md).
+    """
+    if total is None:
+        return multiply(problem, term, *cut)
+    total, cut = lax.optimization_barrier((total, cut))
+    product = multiply(problem, term, *cut)
+    parts = [part.astype(product.dtype) for part in total]
+    return product + (parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=dim))
+
+
 def multiply_all(problem: Problem, result: int, operands: Sequence[Array]) -> Shaped[Array, "..."]:
     """A result from whole operands: the sum of its terms."""
-    products = [multiply(problem, t, operands[t.lhs], operands[t.rhs]) for t in problem.terms if t.out == result]
-    return sum(products[1:], start=products[0])
+    total: Sum = None
+    for term in problem.terms:
+        if term.out == result:
+            total = [multiply_add(problem, term, (operands[term.lhs], operands[term.rhs]), total)]
+    assert total is not None
+    return total[0]
+
+
+def merge_contraction(
+    problem: Problem, result: int, operands: Sequence[Array]
+) -> tuple[Problem, list[Shaped[Array, "..."]]]:
+    """The same problem with the labels that the products of `result` contract merged into one, where they are adjacent.
+
+    One contracted dimension is what lets the TPU compiler add into an einsum (see `multiply_add`): for "btnh,nhd->btd"
+    that is worth a copy of the operand.
+    """
+    terms = [t for t in problem.terms if t.out == result]
+    used = sorted({i for t in terms for i in t.operands()})
+    kept = problem.results[result].labels
+    run = "".join(c for c in problem.operands[used[0]].labels if c not in kept)
+    if len(run) < 2 or any(run not in problem.operands[i].labels for i in used):
+        return problem, list(operands)
+    new_operands, arrays = list(problem.operands), list(operands)
+    for i in used:
+        labels, x = problem.operands[i].labels, operands[i]
+        start = labels.index(run)
+        arrays[i] = x.reshape(*x.shape[:start], -1, *x.shape[start + len(run) :])
+        new_operands[i] = Operand(labels.replace(run, run[0]))
+    return Problem(tuple(new_operands), problem.results, tuple(terms)), arrays
 
 
 def result_shape(problem: Problem, result: int, operands: Sequence[Array], label: str, size: int) -> tuple[int, ...]:

@@ -43,16 +43,17 @@ def gather_stripes(
             terms = [t for t in problem.terms if t.out == i and slot.index in t.operands()]
             if not terms:
                 continue
-            products = []
+            running: pieces.Sum = None
             for term in terms:
-                lhs, rhs = (
+                parts = tuple(
                     stripe
                     if j == slot.index
                     else pieces.take(operands[j], problem.operands[j].labels, cut, start, length)
                     for j in term.operands()
                 )
-                products.append(pieces.multiply(problem, term, lhs, rhs))
-            total = sum(products[1:], start=products[0])
+                running = [pieces.multiply_add(problem, term, parts, running)]
+            assert running is not None
+            total = running[0]
             dim = result.labels.index(cut)
             shape = (*total.shape[:dim], size, *total.shape[dim + 1 :])
             outs[i] = pieces.place_all(outs.get(i), finish(i, total, cut, start), shape, dim, start)

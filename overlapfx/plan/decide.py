@@ -5,38 +5,27 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
-import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from overlapfx.config import Overlap
 from overlapfx.plan.chains import Piece, halves
-from overlapfx.plan.pattern import Axes, Operand, Problem, Result, num_shards
+from overlapfx.plan.cost import Pricing, Way, Work, environment, twins
+from overlapfx.plan.pattern import Operand, Problem, Result
+from overlapfx.plan.slots import Slot
 
 # Straight code lets the compiler's scheduler see every transfer; beyond this ring size its compile time is not worth
 # it.
-MAX_STRAIGHT_SHARDS = 8
-# A ring cuts its einsum into as many pieces as it has devices. The weight gradient of a 1024B model, scattered over 256
-# devices, took five times its arithmetic in such pieces (time line on v4).
-MAX_AUTO_SHARDS = 16
+MAX_STRAIGHT_SHARDS = 16
 DEFAULT_STRIPES = 4
-
-
-@dataclasses.dataclass(frozen=True)
-class Slot:
-    """One collective of a problem: the AllGather of an operand or the ReduceScatter of a result, along one label."""
-
-    kind: str  # "gather" or "scatter"
-    index: int  # of the operand or the result
-    label: str
-    axes: Axes
-    num_shards: int
-    shard_size: int  # of the label
-    wire_bytes: int  # received by each device
+MARGIN = 0.02  # a decomposition must promise more than the predictions are wrong by
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """How one problem runs: at most one slot is decomposed, all others are blocking collectives before or after it."""
+    """How one problem runs: one collective is decomposed, all others are whole collectives before or after it.
+
+    twins: scatters of other results over the same axes, decomposed in the same way, one after the other.
+    """
 
     slot: Slot | None
     method: str = "blocking"
@@ -49,16 +38,24 @@ class Plan:
     accum_dtype: str = "float32"
     reason: str = ""
     downgrades: tuple[str, ...] = ()
+    twins: tuple[Slot, ...] = ()
+    seconds: float = 0.0  # predicted
+
+    def members(self) -> dict[int, Slot]:
+        """The decomposed collectives by the index of their operand or result."""
+        return {s.index: s for s in (self.slot, *self.twins) if s is not None}
 
 
 @dataclasses.dataclass(frozen=True)
 class CallSite:
-    """What was decided at one call, recorded while tracing."""
+    """What was decided at one call, recorded while tracing; `order` says who orders its instructions, by what means."""
 
     name: str
     specs: tuple[str, ...]
     slots: tuple[Slot, ...]
     plan: Plan
+    order: str = "compiler"
+    ways: tuple[Way, ...] = ()  # considered, fastest first
 
     def line(self) -> str:
         """One line for a log."""
@@ -67,6 +64,7 @@ class CallSite:
         )
         how = self.plan.method if self.plan.slot is None else _how(self.plan)
         notes = "".join(f"; {d}" for d in self.plan.downgrades)
+        how += "" if self.order == "compiler" else f", order {self.order}"
         return (
             f"{self.name}: {' + '.join(self.specs)} [{slots or 'no collective'}] -> {how} ({self.plan.reason}{notes})"
         )
@@ -106,87 +104,115 @@ def record(site: CallSite) -> None:
         sites.append(site)
 
 
-def find_slots(
-    problem: Problem,
-    shapes: Sequence[Sequence[int]],
-    item_bytes: Sequence[int],
-    sizes: Mapping[int, Mapping[str, int]],
-    mesh_axes: Mapping[str, int],
-    accum_bytes: int,
-) -> tuple[Slot, ...]:
-    """Every collective of a problem. sizes: for each result, the full size of each of its labels."""
-    slots = []
-    for i, operand in enumerate(problem.operands):
-        extra = 1  # gathers of one operand run one after the other: the later ones move what the earlier ones brought
-        for label, axes in operand.gather:
-            n = num_shards(axes, mesh_axes)
-            shard = math.prod(shapes[i]) * item_bytes[i] * extra
-            size = shapes[i][operand.labels.index(label)]
-            slots.append(Slot("gather", i, label, axes, n, size, (n - 1) * shard))
-            extra *= n
-    for i, result in enumerate(problem.results):
-        elements = math.prod(sizes[i][label] for label in result.labels)
-        for label, axes in result.scatter:
-            n = num_shards(axes, mesh_axes)
-            elements //= n
-            slots.append(Slot("scatter", i, label, axes, n, sizes[i][label] // n, (n - 1) * elements * accum_bytes))
-    return tuple(slots)
-
-
 def choose(
-    name: str,
-    problem: Problem,
     slots: Sequence[Slot],
     overlap: Overlap,
     sizes: Mapping[tuple[str, int], Mapping[str, int]],
-) -> Plan:
-    """The rule until a cost model decides: decompose the one collective that moves the most bytes.
+    work: Work,
+) -> tuple[Plan, tuple[Way, ...]]:
+    """The fastest way as predicted, with all that were considered, fastest first (nothing decomposed has MARGIN ahead).
 
-    In mode "auto" only collectives over at most MAX_AUTO_SHARDS devices count. The method, when not given: a gathered
-    label that is contracted is striped, because rings would read and write a running sum once per shard; every other
-    collective is a ring. Rings of more than two devices send whole shards both ways. Whatever was asked for and cannot
-    be had is downgraded, and the plan says why.
+    sizes: full label sizes of the array that each slot speaks about; one letter may differ between right operands.
+    Considered are, in mode "auto", nothing decomposed, and each collective by each method that is legal for it, in each
+    direction, with unroll 1 and that of `overlap`; less where `overlap` says which. Mode "on" decomposes whatever the
+    prediction. What was asked for and cannot be had is downgraded, and the plan says why.
     """
     if not slots:
-        return Plan(None, reason="nothing to communicate", accum_dtype=overlap.accum_dtype)
+        return Plan(None, reason="nothing to communicate", accum_dtype=overlap.accum_dtype), ()
     if overlap.mode == "off" or overlap.method == "blocking":
         why = "mode off" if overlap.mode == "off" else "method blocking"
-        return Plan(None, reason=why, accum_dtype=overlap.accum_dtype)
-    # sizes: full label sizes of the array that each slot speaks about; one letter may differ between right operands.
+        return Plan(None, reason=why, accum_dtype=overlap.accum_dtype), ()
+    pricing = Pricing(work, slots, environment())
     downgrades: list[str] = []
-    candidates = list(slots)
-    if overlap.mode == "auto" and overlap.method == "auto":
-        candidates = [s for s in slots if s.num_shards <= MAX_AUTO_SHARDS]
-        if not candidates:
-            return Plan(
-                None,
-                reason=f"every collective is over more than {MAX_AUTO_SHARDS} devices",
-                accum_dtype=overlap.accum_dtype,
-            )
+    plans = [_whole(overlap, pricing)] if overlap.mode == "auto" and overlap.method == "auto" else []
+    for slot in _candidates(slots, overlap, downgrades):
+        plans += _decomposed(slot, slots, overlap, sizes[slot.kind, slot.index], work.problem, pricing)
+    plans.sort(key=lambda plan: plan.seconds * (1 - MARGIN if plan.slot is None else 1))
+    ways = tuple(Way(p.slot, p.method, p.direction, p.unroll, p.seconds) for p in plans)
+    best = plans[0]
+    reason = f"{best.seconds * 1e3:.3g} ms predicted, {pricing.whole() * 1e3:.3g} ms whole"
+    return dataclasses.replace(best, reason=reason, downgrades=(*downgrades, *best.downgrades)), ways
+
+
+def _whole(overlap: Overlap, pricing: Pricing) -> Plan:
+    return Plan(None, accum_dtype=overlap.accum_dtype, seconds=pricing.whole())
+
+
+def _candidates(slots: Sequence[Slot], overlap: Overlap, downgrades: list[str]) -> list[Slot]:
+    """Collectives that could be decomposed, one of each set of twins; given a method, the one that moves the most."""
+    found = list(slots)
     if overlap.method in ("prefetch", "exchange"):
         kind = "gather" if overlap.method == "prefetch" else "scatter"
-        candidates = [s for s in slots if s.kind == kind]
-        if not candidates:
+        found = [s for s in slots if s.kind == kind]
+        if not found:
             downgrades.append(f"{overlap.method} needs a {kind}: ring instead")
-            candidates = list(slots)
-    slot = max(candidates, key=lambda s: s.wire_bytes)
-    label_sizes = sizes[slot.kind, slot.index]
-    method = _method(problem, slot, overlap, label_sizes, downgrades)
-    stripe_label = _stripe_label(problem, slot, label_sizes) if method == "stripe" else ""
-    direction = _direction(slot, overlap, method, downgrades)
-    return Plan(
-        slot=slot,
-        method=method,
-        direction=direction,
-        unroll=_unroll(slot, overlap, method, direction, downgrades),
-        interleave=_interleave(slot, overlap),
-        loop=method == "ring" and slot.num_shards > MAX_STRAIGHT_SHARDS,
-        stripe_label=stripe_label,
-        stripes=min(DEFAULT_STRIPES, label_sizes.get(stripe_label, 1)),
-        accum_dtype=overlap.accum_dtype,
-        reason=f"most bytes of {len(slots)} collective{'s' if len(slots) > 1 else ''}",
-        downgrades=tuple(downgrades),
-    )
+            found = list(slots)
+    if overlap.method != "auto":
+        found = [max(found, key=lambda s: s.wire_bytes)]
+    return [s for i, s in enumerate(found) if s not in (t for before in found[:i] for t in twins(before, slots))]
+
+
+def _decomposed(
+    slot: Slot,
+    slots: Sequence[Slot],
+    overlap: Overlap,
+    label_sizes: Mapping[str, int],
+    problem: Problem,
+    pricing: Pricing,
+) -> list[Plan]:
+    """All ways to decompose one collective."""
+    plans = []
+    for method in _methods(slot, overlap):
+        notes: list[str] = []
+        method = _legal_method(problem, slot, method, label_sizes, notes)
+        if notes and overlap.method == "auto":
+            continue  # what it would be instead is there by itself
+        stripe_label = _stripe_label(problem, slot, label_sizes) if method == "stripe" else ""
+        stripes = min(DEFAULT_STRIPES, label_sizes.get(stripe_label, 1))
+        for direction in _directions(slot, overlap, method):
+            for unroll in _unrolls(slot, overlap, method):
+                said = list(notes)
+                way = _legal_direction(slot, overlap, method, direction, said)
+                count = _legal_unroll(slot, overlap, method, way, unroll, said)
+                plans.append(
+                    Plan(
+                        slot=slot,
+                        method=method,
+                        direction=way,
+                        unroll=count,
+                        interleave=_interleave(slot, overlap),
+                        loop=method == "ring" and slot.num_shards > MAX_STRAIGHT_SHARDS,
+                        stripe_label=stripe_label,
+                        stripes=stripes,
+                        accum_dtype=overlap.accum_dtype,
+                        twins=twins(slot, slots),
+                        seconds=pricing.decomposed(slot, method, way, count, stripes),
+                        downgrades=tuple(said),
+                    )
+                )
+    return plans
+
+
+def _methods(slot: Slot, overlap: Overlap) -> tuple[str, ...]:
+    if overlap.method != "auto":
+        return (overlap.method,)
+    return ("ring", "stripe", "prefetch") if slot.kind == "gather" else ("ring",)
+
+
+def _directions(slot: Slot, overlap: Overlap, method: str) -> tuple[str, ...]:
+    if method not in ("ring", "prefetch") or overlap.direction != "auto":
+        return (overlap.direction,)
+    if slot.num_shards == 2:
+        return ("one",)
+    halved = ("two",) if len(halves(Piece(0, slot.shard_size))) == 2 else ()
+    return ("one", *halved, "two_whole")
+
+
+def _unrolls(slot: Slot, overlap: Overlap, method: str) -> tuple[int, ...]:
+    """Where the method is open, unroll is the most that may be."""
+    if overlap.method == "auto" and method == "ring" and slot.kind == "scatter":
+        return tuple(sorted({1, overlap.unroll}))
+    return (overlap.unroll,)
 
 
 def _interleave(slot: Slot, overlap: Overlap) -> str:
@@ -196,27 +222,23 @@ def _interleave(slot: Slot, overlap: Overlap) -> str:
     return overlap.interleave
 
 
-def _unroll(slot: Slot, overlap: Overlap, method: str, direction: str, downgrades: list[str]) -> int:
+def _legal_unroll(slot: Slot, overlap: Overlap, method: str, direction: str, unroll: int, downgrades: list[str]) -> int:
     splits = method == "ring" and slot.kind == "scatter" and _interleave(slot, overlap) == "halves"
     largest = halves(Piece(0, slot.shard_size))[0].size if direction == "two" else slot.shard_size
-    if overlap.unroll == 2 and splits and largest < 2:
+    if unroll == 2 and splits and largest < 2:
         downgrades.append(f"a shard of {slot.shard_size} cannot be split into two interleaved chains: unroll 1 instead")
         return 1
-    return overlap.unroll
+    return unroll
 
 
-def _method(
-    problem: Problem, slot: Slot, overlap: Overlap, label_sizes: Mapping[str, int], downgrades: list[str]
+def _legal_method(
+    problem: Problem, slot: Slot, method: str, label_sizes: Mapping[str, int], downgrades: list[str]
 ) -> str:
-    method = overlap.method
     if (method == "prefetch" and slot.kind == "scatter") or (method == "exchange" and slot.kind == "gather"):
-        return "ring"  # choose() has recorded why
-    if method == "auto":
-        contracting = slot.kind == "gather" and problem.role(slot.index, slot.label) == "contracting"
-        method = "stripe" if contracting and _stripe_label(problem, slot, label_sizes) else "ring"
+        return "ring"  # _candidates has recorded why
     if method == "stripe" and not _stripe_label(problem, slot, label_sizes):
         downgrades.append(f"no other label of {slot.kind} {slot.label} can be cut into stripes: ring instead")
-        method = "ring"
+        return "ring"
     return method
 
 
@@ -233,15 +255,13 @@ def _stripe_label(problem: Problem, slot: Slot, label_sizes: Mapping[str, int]) 
     return max(usable, key=lambda c: label_sizes[c], default="")
 
 
-def _direction(slot: Slot, overlap: Overlap, method: str, downgrades: list[str]) -> str:
+def _legal_direction(slot: Slot, overlap: Overlap, method: str, direction: str, downgrades: list[str]) -> str:
     if method not in ("ring", "prefetch"):
         if overlap.direction not in ("auto", "one"):
             downgrades.append(f"{method} has no direction: {overlap.direction} is ignored")
         return "one"
-    direction = overlap.direction
-    if direction == "auto":
-        # Half shards both ways would keep every round alike, but cost twice the messages and copies of halves.
-        direction = "two_whole" if slot.num_shards > 2 else "one"
+    if direction == "auto":  # stripe that became a ring
+        direction = "two_whole"
     if direction == "two" and len(halves(Piece(0, slot.shard_size))) < 2:
         downgrades.append(f"a shard of {slot.shard_size} has no halves for two directions: two_whole instead")
         direction = "two_whole"

@@ -158,16 +158,20 @@ def full_sizes(
 
 
 def check_sizes(
-    name: str, problem: Problem, shapes: Sequence[Sequence[int]], mesh_axes: Mapping[str, int]
+    name: str, problem: Problem, shapes: Sequence[Sequence[int]], mesh_axes: Mapping[str, int], num_lhs: int = 1
 ) -> list[dict[str, int]]:
-    """Checks that labels agree between operands and scattered labels divide; returns local label sizes by result."""
+    """Checks that labels agree between operands and scattered labels divide; returns local label sizes by result.
+
+    Labels on one side only may have another size in each operand of that side: they share a gather, not their sizes.
+    """
+    full = []
     sizes: dict[str, int] = {}
+    sides = (problem.operands[0].labels, problem.operands[num_lhs].labels)
     for i, (operand, shape) in enumerate(zip(problem.operands, shapes, strict=True)):
-        which = "left" if i == 0 else "right"
-        for label, size in full_sizes(name, operand, shape, mesh_axes, which).items():
-            if i >= 2 and label not in problem.operands[0].labels:
-                continue  # several right operands share a gather, not their own free sizes
-            if sizes.setdefault(label, size) != size:
+        which = "left" if i < num_lhs else "right"
+        full.append(full_sizes(name, operand, shape, mesh_axes, which))
+        for label, size in full[-1].items():
+            if all(label in side for side in sides) and sizes.setdefault(label, size) != size:
                 raise ValueError(
                     f"collective_einsum {name!r}: label {label!r} has size {sizes[label]} on the left and {size} on "
                     f"the right after the gathers (left gathers {_show(problem.operands[0].gather)}, right gathers "
@@ -176,8 +180,7 @@ def check_sizes(
     results = []
     for term in problem.terms:
         result = problem.results[term.out]
-        own = full_sizes(name, problem.operands[term.rhs], shapes[term.rhs], mesh_axes, "right")
-        local = {label: (sizes | own)[label] for label in result.labels}
+        local = {label: (full[term.lhs] | full[term.rhs])[label] for label in result.labels}
         for label, axes in result.scatter:
             size, parts = local[label], num_shards(axes, mesh_axes)
             if size % parts:
@@ -196,29 +199,33 @@ def _show(gather: LabelAxes) -> str:
     return ", ".join(f"{label}:{'*'.join(axes)}" for label, axes in gather) or "nothing"
 
 
-def forward(lhs: Operand, rhs: Operand, result: Result, num_rhs: int) -> Problem:
-    """y_i = einsum(lhs, rhs_i) for `num_rhs` right operands that share the gather of the left one."""
+def forward(lhs: Operand, rhs: Operand, result: Result, num_rhs: int, num_lhs: int = 1) -> Problem:
+    """y_ij = einsum(lhs_i, rhs_j): left operands that share the gathers of the right ones and the other way round.
+
+    Results are numbered i * num_rhs + j.
+    """
     return Problem(
-        operands=(lhs, *[rhs] * num_rhs),
-        results=(result,) * num_rhs,
-        terms=tuple(Term(0, 1 + i, i) for i in range(num_rhs)),
+        operands=(*[lhs] * num_lhs, *[rhs] * num_rhs),
+        results=(result,) * (num_lhs * num_rhs),
+        terms=tuple(Term(i, num_lhs + j, i * num_rhs + j) for i in range(num_lhs) for j in range(num_rhs)),
     )
 
 
-def backward(problem: Problem) -> Problem:
-    """Both gradients of a forward problem as one problem over operands (dy_1.., lhs, rhs_1..), results (dlhs,
-    drhs_1..).
+def backward(problem: Problem, num_lhs: int = 1) -> Problem:
+    """Both gradients of a forward problem as one problem: operands (dy_00.., lhs_0.., rhs_0..), results (dlhs_0..,
+    drhs_0..).
 
     With Y = L.R, dL = dY.R and dR = L.dY. The dual of a gather is a scatter of the same label over the same axes, so
     dY is gathered where Y was scattered, and each gradient is scattered where its operand was gathered.
     """
-    lhs, rhs = problem.operands[0], problem.operands[1:]
-    n = len(rhs)
+    lhs, rhs = problem.operands[:num_lhs], problem.operands[num_lhs:]
+    m, n = num_lhs, len(rhs)
     cotangents = tuple(Operand(result.labels, gather=result.scatter) for result in problem.results)
-    results = (Result(lhs.labels, scatter=lhs.gather), *(Result(r.labels, scatter=r.gather) for r in rhs))
-    dlhs = tuple(Term(lhs=i, rhs=n + 1 + i, out=0) for i in range(n))
-    drhs = tuple(Term(lhs=n, rhs=i, out=1 + i) for i in range(n))
-    return Problem((*cotangents, lhs, *rhs), results, dlhs + drhs)
+    results = tuple(Result(o.labels, scatter=o.gather) for o in problem.operands)
+    y = {(i, j): i * n + j for i in range(m) for j in range(n)}
+    dlhs = tuple(Term(lhs=y[i, j], rhs=m * n + m + j, out=i) for i in range(m) for j in range(n))
+    drhs = tuple(Term(lhs=m * n + i, rhs=y[i, j], out=m + j) for j in range(n) for i in range(m))
+    return Problem((*cotangents, *lhs, *rhs), results, dlhs + drhs)
 
 
 def restrict(problem: Problem, results: Sequence[int]) -> tuple[Problem, tuple[int, ...]]:

@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import json
 import logging
+import os
 import pathlib
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
+
+from overlapfx.train.digest import digests
+from overlapfx.train.names import leaf_names
+from overlapfx.train.stops import StorageError
 
 logger = logging.getLogger(__name__)
 
 _ITEMS = ("state", "manifest")
-_FORMAT = 1  # of the manifest; raised when its meaning changes
+_FORMAT = 2  # of the manifest; raised when its meaning changes
+_REASON_CHARS = 300
+
+
+class Mismatch(ValueError):
+    """A checkpoint holds another state than the one asked for."""
 
 
 class Checkpointer:
@@ -21,8 +37,9 @@ class Checkpointer:
 
     A checkpoint is a directory named by its step, with two items: `state`, the arrays under flat names such as
     `params.layers.w_DF`, which any Orbax reader can open, and `manifest`, a small JSON object with the dtype and
-    shape of every leaf, the implementation of typed random keys and the position of the data stream. Arrays are
-    stored by their global shape, so a checkpoint is restored onto whatever mesh the caller's shardings name.
+    shape of every leaf, a digest of its values, the implementation of typed random keys and the position of the data
+    stream. Arrays are stored by their global shape, so a checkpoint is restored onto whatever mesh the caller's
+    shardings name; what was restored is compared with the digests, since files can be damaged without an error.
 
     A save is committed as a whole or not at all: Orbax writes to a temporary directory and renames it at the end.
     What a killed writer leaves behind is never restored, but `skipped` (filled on process 0) names it, a sentence for
@@ -53,7 +70,10 @@ class Checkpointer:
             options = ocp.CheckpointManagerOptions(
                 preservation_policy=ocp.checkpoint_managers.LatestN(keep), cleanup_tmp_directories=True
             )
-        self._manager = ocp.CheckpointManager(self.directory, options=options)
+        self._read_only = read_only
+        self._writing: int | None = None  # the step of the save that was started last
+        with _reported(f"The directory {self.directory} cannot be used", lambda: "choose another one with --run_dir"):
+            self._manager = ocp.CheckpointManager(self.directory, options=options)
 
     def save(self, step: int, state: Any, data_state: Mapping[str, Any]) -> bool:
         """Starts writing a checkpoint; returns once the values are copied, so `state` may be donated afterwards.
@@ -67,33 +87,48 @@ class Checkpointer:
           Whether a checkpoint was started (False: this step is saved already).
 
         Raises:
-          Whatever went wrong in the previous save, if `check_for_errors` has not raised it yet.
+          StorageError: this save or the one before it failed; no older checkpoint is deleted before this one is
+            committed.
         """
-        self._manager.wait_until_finished()
-        if step in self._manager.all_steps():
+        self.wait()
+        if step in self.steps():
             return False
+        if not self.directory.is_dir():  # Orbax would make it anew, without the rest of the run
+            raise StorageError(
+                f"The directory {self.directory} has vanished, so step {step} cannot be saved; bring the run directory "
+                "back, or start in a new one."
+            )
         leaves = _named_leaves(state)
+        arrays = {name: jax.random.key_data(leaf) if _is_key(leaf) else leaf for name, leaf in leaves.items()}
+        of_values = digests(arrays)
         manifest = {
             "format": _FORMAT,
-            "leaves": {name: _describe(leaf) for name, leaf in leaves.items()},
+            "leaves": {name: _describe(leaf) | {"digest": of_values[name]} for name, leaf in leaves.items()},
             "data": dict(data_state),
         }
-        arrays = {name: jax.random.key_data(leaf) if _is_key(leaf) else leaf for name, leaf in leaves.items()}
-        return self._manager.save(
-            step,
-            args=ocp.args.Composite(state=ocp.args.StandardSave(arrays), manifest=ocp.args.JsonSave(manifest)),
-            force=True,  # the loop decides when to save, not Orbax
-        )
+        manifest["digest"] = _digest_of_json(manifest)
+        self._writing = step
+        with self._failing_save():
+            return self._manager.save(
+                step,
+                args=ocp.args.Composite(state=ocp.args.StandardSave(arrays), manifest=ocp.args.JsonSave(manifest)),
+                force=True,  # the loop decides when to save, not Orbax
+            )
 
     def check_for_errors(self) -> None:
-        """Raises the error of the background save, if one has failed; does not wait for a save that still runs."""
-        if not self._manager.is_saving_in_progress():
-            self._manager.wait_until_finished()
+        """Raises StorageError if the background save has failed; does not wait for a save that still runs."""
+        if self._writing is not None and not self._manager.is_saving_in_progress():
+            self.wait()
 
     def steps(self) -> list[int]:
         """Steps of all committed checkpoints in ascending order; waits for a save that still runs."""
-        self._manager.wait_until_finished()
-        return sorted(step for step in self._manager.all_steps() if not _missing_items(self.directory / str(step)))
+        self.wait()
+        return self._committed()
+
+    def _committed(self) -> list[int]:
+        # From the disk: after a save that failed, Orbax has forgotten what that save would have replaced.
+        entries = self.directory.iterdir() if self.directory.is_dir() else ()
+        return sorted(int(e.name) for e in entries if e.name.isdigit() and not _missing_items(e))
 
     def latest_step(self) -> int | None:
         """Step of the newest committed checkpoint, None if there is none; waits for a save that still runs."""
@@ -114,6 +149,7 @@ class Checkpointer:
         Raises:
           FileNotFoundError: there is no such checkpoint.
           ValueError: the checkpoint does not hold this state; the sentence names the leaf.
+          StorageError: a file of the checkpoint is damaged or gone.
         """
         steps = self.steps()
         if not steps or (step is not None and step not in steps):
@@ -121,12 +157,71 @@ class Checkpointer:
             found = ", ".join(map(str, steps)) or "none"
             raise FileNotFoundError(f"{self.directory} holds no committed {wanted}; the steps found are: {found}.")
         step = steps[-1] if step is None else step
+        older = ", ".join(str(other) for other in steps if other < step)
+        remedy = f"--use-older-checkpoint goes back to an older one ({older})" if older else "there is no older one"
+        with _reported(f"The checkpoint {self.directory / str(step)} is damaged", lambda: remedy):
+            return self._read(step, abstract_state)
+
+    def restore_newest(self, abstract_state: Any, *, fall_back: bool) -> tuple[int, Any, dict[str, Any]] | None:
+        """The newest committed checkpoint as (step, state, position of the data); None if there is none.
+
+        Args:
+          abstract_state: as for `restore`.
+          fall_back: where it is damaged, set it aside as STEP.damaged, say so in `skipped`, and take the next older
+            one; otherwise its StorageError is raised. All processes of a job take the same one.
+
+        Raises:
+          StorageError: the newest one, or with `fall_back` every one, is damaged.
+        """
+        steps = self.steps()
+        for step in reversed(steps):
+            error: StorageError | None = None
+            try:
+                state, position = self.restore(abstract_state, step)
+            except StorageError as caught:
+                if not fall_back:
+                    raise
+                error = caught
+            if not _any_process(error is not None):
+                return step, state, position
+            sentence = f"Skipped step {step}: {error or 'another process found it damaged.'}"
+            if not self._read_only:
+                sentence += f" It is now {self._set_aside(step)}."
+            self.skipped += (sentence,)
+        if steps:  # to begin anew without a word would throw the run away
+            raise StorageError(
+                f"All checkpoints in {self.directory} are damaged (steps {', '.join(map(str, steps))}); start in a new "
+                "run directory."
+            )
+        return None
+
+    def _set_aside(self, step: int) -> str:
+        """Takes a damaged checkpoint out of sight of all processes; returns its new name."""
+        aside = _free_name(self.directory, f"{step}.damaged")
+        if jax.process_index() == 0:
+            (self.directory / str(step)).rename(aside)
+        _any_process(False)  # nobody goes on before it is renamed
+        self._manager.reload()
+        return aside.name
+
+    def _read(self, step: int, abstract_state: Any) -> tuple[Any, dict[str, Any]]:
         # The manifest comes first: a state that does not match is refused before any array is read.
         manifest = self._manager.restore(step, args=ocp.args.Composite(manifest=ocp.args.JsonRestore())).manifest
+        if manifest.get("format") != _FORMAT:
+            raise Mismatch(
+                f"The checkpoint {self.directory / str(step)} has format {manifest.get('format')}, where this program "
+                f"reads format {_FORMAT}; use the program that wrote it, or start in a new run directory."
+            )
+        if manifest.pop("digest", None) != _digest_of_json(manifest):
+            raise StorageError("its manifest is not what was written")
         targets = _named_leaves(abstract_state)
         _check_match(self.directory / str(step), manifest["leaves"], targets)
         abstract = {name: _abstract_array(leaf) for name, leaf in targets.items()}
         arrays = self._manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(abstract))).state
+        found = digests(arrays)
+        changed = [name for name in targets if found[name] != manifest["leaves"][name]["digest"]]
+        if changed:
+            raise StorageError(f"the values of {changed[0]} are not those that were saved ({len(changed)} such leaves)")
         leaves = []
         for name in targets:
             impl = manifest["leaves"][name]["key_impl"]
@@ -134,12 +229,25 @@ class Checkpointer:
         return jax.tree.unflatten(jax.tree.structure(abstract_state), leaves), manifest["data"]
 
     def wait(self) -> None:
-        """Blocks until the running save, if any, is committed; raises its error if it failed."""
-        self._manager.wait_until_finished()
+        """Blocks until the running save, if any, is committed; raises StorageError if it failed."""
+        if self._writing is not None:
+            with self._failing_save():
+                self._manager.wait_until_finished()
+            self._writing = None
+
+    def _failing_save(self) -> contextlib.AbstractContextManager[None]:
+        return _reported(
+            f"The checkpoint of step {self._writing} in {self.directory} could not be written",
+            lambda: (
+                f"the newest one is that of step {max(self._committed(), default='none')}: make room or mend the disk, "
+                "then run the same command again"
+            ),
+        )
 
     def close(self) -> None:
-        """Waits for the running save, then stops the background threads."""
-        self._manager.close()
+        """Waits for the running save, then stops the background threads; raises StorageError if the save failed."""
+        with self._failing_save():
+            self._manager.close()
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -186,13 +294,42 @@ def _free_name(directory: pathlib.Path, name: str) -> pathlib.Path:
 
 def _named_leaves(tree: Any) -> dict[str, Any]:
     """The leaves under names like `opt_state.0.mu.w`, in flattening order."""
-    paths_and_leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
-    named = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in paths_and_leaves}
-    if len(named) != len(paths_and_leaves):
-        names = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in paths_and_leaves]
+    names = leaf_names(tree)
+    if len(set(names)) != len(names):
         twice = sorted({name for name in names if names.count(name) > 1})
         raise ValueError(f"Two leaves of the state share the name {twice[0]!r}; rename one of their dictionary keys.")
-    return named
+    return dict(zip(names, jax.tree.leaves(tree), strict=True))
+
+
+@contextlib.contextmanager
+def _reported(what: str, remedy: Callable[[], str]) -> Iterator[None]:
+    """Turns whatever Orbax raises, which for a damaged file may be a bare Exception, into one sentence."""
+    try:
+        yield
+    except Mismatch:
+        raise
+    except Exception as error:
+        raise StorageError(f"{what} ({_reason(error)}); {remedy()}.") from error
+
+
+def _any_process(flag: bool) -> bool:
+    """Whether `flag` holds on any process of the job; all of them have to ask."""
+    return flag if jax.process_count() == 1 else bool(np.any(multihost_utils.process_allgather(np.array(flag))))
+
+
+def _digest_of_json(manifest: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
+def _reason(error: Exception) -> str:
+    """The gist of an error in one line: the system's own words if it has them."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror if error.filename is None else f"{error.strerror}: {error.filename}"
+    code = re.search(r"os_error_code='(\d+)'", str(error))  # at the end of a long message of TensorStore's
+    if code:
+        return os.strerror(int(code[1]))
+    line = (str(error) or type(error).__name__).splitlines()[0]
+    return line if len(line) <= _REASON_CHARS else f"{line[:_REASON_CHARS]} ..."
 
 
 def _is_key(leaf: Any) -> bool:
@@ -217,14 +354,14 @@ def _check_match(where: pathlib.Path, saved: Mapping[str, Mapping[str, Any]], ta
     absent, unknown = sorted(set(targets) - set(saved)), sorted(set(saved) - set(targets))
     if absent or unknown:
         lacks = f"lacks the leaf {absent[0]}" if absent else f"has the leaf {unknown[0]}, which this state does not"
-        raise ValueError(
+        raise Mismatch(
             f"The checkpoint {where} {lacks} (in all {len(absent)} missing, {len(unknown)} unknown); {remedy}."
         )
     for name, leaf in targets.items():
         has = (saved[name]["dtype"], tuple(saved[name]["shape"]))
         wants = (leaf.dtype.name, tuple(leaf.shape))
         if has != wants:
-            raise ValueError(
+            raise Mismatch(
                 f"The checkpoint {where} has the leaf {name} as {has[0]}{list(has[1])} where "
                 f"{wants[0]}{list(wants[1])} is expected; {remedy}."
             )

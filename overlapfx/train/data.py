@@ -25,7 +25,8 @@ from overlapfx.config import DataConfig
 from overlapfx.train import pystdlib
 from overlapfx.train.directories import make_directory
 from overlapfx.train.documents import Shard, TextSource, cache_dir
-from overlapfx.train.packing import SEPARATOR, VOCAB_SIZE, Batch, Rows, decode, encode, process_rows, stack
+from overlapfx.train.objectives import Objective
+from overlapfx.train.packing import SEPARATOR, VOCAB_SIZE, Batch, Row, decode, encode, process_rows
 
 __all__ = [
     "SEPARATOR",
@@ -52,15 +53,15 @@ class Batches:
     processes have, joined in order, is the same batch for every n. (Processes that hold the same rows, because the
     model axis spans them, count as one.)
 
-    A batch is a dict of arrays [global_batch // process_count, seq_len]: inputs, targets, segments (int32) and mask
-    (float32); `packing.Rows` says what they hold.
+    A batch is a dict of the arrays of `objective.fields`, each with a first dimension of global_batch // process_count
+    examples.
     """
 
     def __init__(
         self,
         source: TextSource,
         *,
-        seq_len: int,
+        objective: Objective,
         global_batch: int,
         seed: int,
         process_index: int = 0,
@@ -69,18 +70,18 @@ class Batches:
         """Raises ValueError for sizes that are not positive, and if processes would differ in their number of rows."""
         self._own = process_rows(global_batch, process_index, process_count)
         self._global_batch = global_batch
-        self._seq_len = seq_len
-        rows = Rows(source, seq_len)
+        self._objective = objective
+        rows = objective.rows(source)
         self.fingerprint: dict[str, str | int] = {
             "dataset": source.name,
             "num_rows": len(rows),
-            "seq_len": seq_len,
+            "objective": repr(objective),
             "global_batch": global_batch,
             "seed": seed,
         }
         # Grain adds the epoch to its seed: unless hashed, seed 1 would start with the second epoch of seed 0.
-        hashed = int.from_bytes(hashlib.sha256(f"batches {seed}".encode()).digest()[:4], "big")
-        self._sequence = grain.MapDataset.source(rows).shuffle(seed=hashed).repeat()
+        self._seed = int.from_bytes(hashlib.sha256(f"batches {seed}".encode()).digest()[:4], "big")
+        self._sequence = grain.MapDataset.source(rows).shuffle(seed=self._seed).repeat()
 
     def __len__(self) -> int:
         """As many as Grain can count, which no run reaches."""
@@ -88,7 +89,18 @@ class Batches:
 
     def __getitem__(self, index: int) -> Batch:
         first = operator.index(index) * self._global_batch
-        return stack([self._sequence[first + i] for i in self._own], len(self._own), self._seq_len)
+        rows = {first + i: self._sequence[first + i] for i in self._own}
+        return _batch(self._objective, rows, self._seed, len(self._own))
+
+
+def _batch(objective: Objective, rows: Mapping[int, Row], seed: int, num_examples: int) -> Batch:
+    """The examples of rows with their numbers, from which, and the seed, comes all chance; zeros after the last one."""
+    batch = {name: np.zeros((num_examples, *field.shape), field.dtype) for name, field in objective.fields.items()}
+    for i, (number, row) in enumerate(rows.items()):
+        example = objective.example(row, np.random.default_rng([seed, number]))
+        for name, array in batch.items():
+            array[i] = example[name]
+    return batch
 
 
 class BatchStream:
@@ -102,7 +114,7 @@ class BatchStream:
         self,
         source: TextSource,
         *,
-        seq_len: int,
+        objective: Objective,
         global_batch: int,
         seed: int,
         process_index: int = 0,
@@ -117,7 +129,7 @@ class BatchStream:
             )
         self._batches = Batches(
             source,
-            seq_len=seq_len,
+            objective=objective,
             global_batch=global_batch,
             seed=seed,
             process_index=process_index,
@@ -198,7 +210,7 @@ def _copy(batch: Batch) -> Batch:
 def eval_batches(
     source: TextSource,
     *,
-    seq_len: int,
+    objective: Objective,
     global_batch: int,
     num_batches: int | None = None,
     process_index: int = 0,
@@ -206,8 +218,8 @@ def eval_batches(
 ) -> Iterator[Batch]:
     """The rows that one process has of at most num_batches batches (None: all), in the order of the source.
 
-    If they do not hold all rows, the rows are spread evenly over the source. The last batch is filled up with padding,
-    whose mask is 0. Shapes and dtypes are those of `Batches`.
+    If they do not hold all rows, the rows are spread evenly over the source. The last batch is filled up with zeros,
+    whose mask is 0. Shapes and dtypes are those of `Batches`. The examples are the same every time.
 
     Raises:
         ValueError: a size is not positive, or processes would differ in their number of rows.
@@ -215,13 +227,13 @@ def eval_batches(
     if num_batches is not None and num_batches < 1:
         raise ValueError(f"The number of evaluation batches is {num_batches}; it must be at least 1.")
     own = process_rows(global_batch, process_index, process_count)
-    rows = Rows(source, seq_len)
+    rows = objective.rows(source)
     count = len(rows) if num_batches is None else min(len(rows), num_batches * global_batch)
 
     def generate() -> Iterator[Batch]:
         for first in range(0, count, global_batch):
             chosen = [(first + i) * len(rows) // count for i in own if first + i < count]
-            yield stack([rows[r] for r in chosen], len(own), seq_len)
+            yield _batch(objective, {r: rows[r] for r in chosen}, 0, len(own))
 
     return generate()
 
@@ -244,7 +256,8 @@ def make_source(data: DataConfig, split: str) -> TextSource:
         builder = _find_prepared(data.name, data_dir)
     shards = _check(builder, split)
     name = f"{builder.info.full_name}:{split}"
-    return TextSource(name, builder.as_data_source(split), shards, cache=cache_dir() / "lengths")
+    records = builder.as_data_source(split)
+    return TextSource(name, records, shards, cache=cache_dir() / "lengths", max_skipped=data.max_skipped_records)
 
 
 def _find_prepared(name: str, data_dir: Path) -> tfds.core.DatasetBuilder:

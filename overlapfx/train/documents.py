@@ -15,8 +15,10 @@ import numpy as np
 from jaxtyping import Int64, UInt8
 
 from overlapfx.train.packing import clean
+from overlapfx.train.stops import DataError
 
 _log = logging.getLogger(__name__)
+_UNREADABLE = -1  # in place of a length
 
 
 class Shard(NamedTuple):
@@ -42,6 +44,7 @@ class TextSource:
 
     name: identifies data set, version and split, and so the content and the order of the documents.
     lengths: int64 [documents], bytes of each document, without NUL.
+    skipped: a sentence for every record that cannot be read, and counts as an empty document.
     """
 
     def __init__(
@@ -50,6 +53,7 @@ class TextSource:
         records: Records,
         shards: Sequence[Shard] = (),
         cache: Path | None = None,
+        max_skipped: int = 0,
     ) -> None:
         """Counts the lengths, which reads every record, unless they are known from the last time.
 
@@ -58,14 +62,20 @@ class TextSource:
             records: the documents.
             shards: where the records are, in order.
             cache: directory where the lengths are kept; None counts them every time.
+            max_skipped: how many records may be unreadable.
 
         Raises:
-            ValueError: a record cannot be read; the sentence names its file and its number.
+            DataError: more records cannot be read; the sentence names the file and the number of the first.
         """
         self.name = name
         self._records = records
         self._shards = tuple(shards)
-        self.lengths: Int64[np.ndarray, " documents"] = self._known_lengths(cache) if cache else self._count_lengths()
+        lengths = self._known_lengths(cache) if cache else self._count_lengths()
+        broken = np.flatnonzero(lengths == _UNREADABLE).tolist()
+        if len(broken) > max_skipped:
+            self._refuse(broken, max_skipped)
+        self.skipped = tuple(f"{self._locate(index)} cannot be read and is skipped." for index in broken)
+        self.lengths: Int64[np.ndarray, " documents"] = np.maximum(lengths, 0)
 
     def __len__(self) -> int:
         return len(self._records)
@@ -74,11 +84,11 @@ class TextSource:
         """The bytes of one document, without NUL.
 
         Raises:
-            ValueError: the record cannot be read, or has another length than it had when the lengths were counted.
+            DataError: the record cannot be read, or has another length than it had when the lengths were counted.
         """
         text = self._read(index)
         if len(text) != self.lengths[index]:
-            raise ValueError(
+            raise DataError(
                 f"{self._locate(index)} has {len(text)} bytes of text where {self.lengths[index]} were counted before; "
                 "something changed the files during the run, so start again."
             )
@@ -88,10 +98,18 @@ class TextSource:
         try:
             text = self._records[index]["text"]
         except RuntimeError as error:  # what the ArrayRecord reader raises for files that are damaged or gone
-            raise ValueError(self._unreadable(index, str(error))) from error
+            raise DataError(self._unreadable(index, str(error))) from error
         if not isinstance(text, bytes):  # that reader takes a file cut short at a block for one of empty records
-            raise ValueError(self._unreadable(index, f"its text is {text!r}"))
+            raise DataError(self._unreadable(index, f"its text is {text!r}"))
         return clean(text)
+
+    def _refuse(self, broken: list[int], max_skipped: int) -> None:
+        allowed = f" ({len(broken)} such records, data.max_skipped_records is {max_skipped})"
+        try:
+            self._read(broken[0])
+        except DataError as error:
+            raise DataError(str(error).removesuffix(".") + allowed + ".") from error
+        raise DataError(f"{self._locate(broken[0])} was unreadable a moment ago{allowed}; start again.")
 
     def _unreadable(self, index: int, reason: str) -> str:
         return (
@@ -108,15 +126,22 @@ class TextSource:
         return f"Record {index} of {self.name}"
 
     def _count_lengths(self) -> Int64[np.ndarray, " documents"]:
-        return np.array([len(self._read(i)) for i in range(len(self._records))], np.int64)
+        return np.array([self._length(i) for i in range(len(self._records))], np.int64)
+
+    def _length(self, index: int) -> int:
+        try:
+            return len(self._read(index))
+        except DataError:
+            return _UNREADABLE
 
     def _known_lengths(self, cache: Path) -> Int64[np.ndarray, " documents"]:
         """The lengths kept in `cache`, or counted and kept there; their key changes when a file is written anew."""
         stats = [os.stat(shard.file) for shard in self._shards]
         key = json.dumps([self.name, self._shards, [(stat.st_size, stat.st_mtime_ns) for stat in stats]])
         path = cache / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.npy"
-        if path.exists():
-            return np.load(path)
+        known = _load_lengths(path, len(self._records))
+        if known is not None:
+            return known
         lengths = self._count_lengths()
         try:
             cache.mkdir(parents=True, exist_ok=True)
@@ -126,6 +151,22 @@ class TextSource:
         except OSError as error:  # without a cache the next start takes longer, nothing else
             _log.warning("The lengths of the documents could not be kept in %s: %s", path, error)
         return lengths
+
+
+def _load_lengths(path: Path, number: int) -> np.ndarray | None:
+    """The kept lengths; None if there are none, or the file is not one that this program wrote."""
+    if not path.exists():
+        return None
+    try:
+        lengths = np.load(path, allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        _log.warning("%s is damaged (%s); the lengths of the documents are counted again", path, error)
+        return None
+    return (
+        lengths
+        if isinstance(lengths, np.ndarray) and lengths.dtype == np.int64 and lengths.shape == (number,)
+        else None
+    )
 
 
 def cache_dir() -> Path:

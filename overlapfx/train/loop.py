@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import signal
+import pathlib
 import statistics
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from types import FrameType
 from typing import Any, Protocol
 
 import jax
@@ -17,10 +16,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from overlapfx.train.checkpoint import Checkpointer
 from overlapfx.train.console import Console, clock_time, percent
+from overlapfx.train.guard import Guard, split_metrics
 from overlapfx.train.metrics import MetricsWriter, Rates, StepTimer, Utilization
-
-EXIT_INTERRUPTED = 75
-"""Exit code of a run that a signal ended after it was saved: sysexits' "temporary failure, try again"."""
+from overlapfx.train.preemption import StopOnSignal
+from overlapfx.train.stops import EXIT_INTERRUPTED
+from overlapfx.train.watchdog import Watchdog
 
 HostBatch = Mapping[str, np.ndarray]
 Batch = dict[str, jax.Array]
@@ -96,12 +96,17 @@ class RunLog:
     """Times, records and shows what the loop does; one method per event."""
 
     def __init__(
-        self, writer: MetricsWriter, console: Console, utilization: Utilization, timer: StepTimer | None = None
+        self,
+        writer: MetricsWriter,
+        console: Console,
+        utilization: Utilization,
+        timer: StepTimer | None = None,
+        guard: Guard | None = None,
     ):
         self.timer = timer or StepTimer()
         self.console = console
         self.eval_step: int | None = None  # where the last evaluation was
-        self._writer, self._utilization = writer, utilization
+        self._writer, self._utilization, self._guard = writer, utilization, guard
         self._begun = time.perf_counter()
         self._loss: float | None = None
         self._eval_loss: float | None = None
@@ -118,10 +123,12 @@ class RunLog:
         return compiled
 
     def step(self, step: int, metrics: Mapping[str, jax.Array]) -> None:
-        """Ends the time of a step whose results are there, and logs it."""
+        """Ends the time of a step whose results are there, logs it, and raises what the guard has against it."""
         step_s = self.timer.lap()
-        values: dict[str, Any] = {name: float(np.asarray(value)) for name, value in metrics.items()}
-        values |= {"step_s": step_s, "tokens_per_s": values["tokens"] / step_s}
+        scalars, finite = split_metrics(metrics)
+        values: dict[str, Any] = {**scalars, "step_s": step_s, "tokens_per_s": scalars["tokens"] / step_s}
+        if self._guard is not None:
+            values |= self._guard.flags(values["loss"])
         try:
             values |= dataclasses.asdict(self._utilization.rates(step, step_s))
         finally:  # what an impossible rate was computed from should be on record, too
@@ -130,6 +137,13 @@ class RunLog:
         self._loss = values["loss"]
         self._step_times_s.append(step_s)
         self._tokens.append(values["tokens"])
+        if self._guard is not None:
+            assert finite is not None, "a step that is guarded returns finite_leaves"
+            self._guard.check(step, values, finite, self.console.note)
+
+    def hung(self, sentence: str) -> None:
+        """Marks the run as ended by the watchdog; called from its thread."""
+        self._writer.write("hung", self._writer.last_step, reason=sentence)
 
     def save(self, step: int, checkpointer: Checkpointer, state: Any, position: Mapping[str, Any]) -> None:
         """Starts a checkpoint and logs how long that held the loop up."""
@@ -144,7 +158,9 @@ class RunLog:
         with self.timer.apart("eval") as span:
             values = {name: float(value) for name, value in eval_fn(state).items()}
         self._writer.write("eval", step, **values, eval_s=span.seconds)
-        self.console.note(f"step {step}: evaluation loss {values['loss']:.4f} in {span.seconds:.1f} s")
+        in_order = sorted(values, key=lambda name: name != "loss")
+        shown = ", ".join(f"{name} {values[name]:.4f}" for name in in_order if name != "tokens")
+        self.console.note(f"step {step}: evaluation {shown} in {span.seconds:.1f} s")
         self.eval_step, self._eval_loss = step, values["loss"]
 
     def finish(self, step: int, steps_run: int, *, interrupted: bool) -> Summary:
@@ -180,14 +196,17 @@ def run(
     start_step: int = 0,
     eval_fn: Callable[[Any], Mapping[str, float]] | None = None,
     checkpointer: Checkpointer | None = None,
+    check: Callable[[int, Any], None] | None = None,
+    stop: StopOnSignal | None = None,
+    watchdog: Watchdog | None = None,
 ) -> tuple[Any, Summary]:
     """Trains from `start_step` to `schedule.num_steps`; returns the state and a summary.
 
     Steps are counted by how many are finished. Step k consumes batch k-1 of the stream, its loss is that of the
     parameters before its update, its checkpoint is named k. From there a run goes on exactly as an uninterrupted one.
 
-    SIGTERM or Ctrl-C lets the current step finish, saves once and returns; the process should then exit with
-    `summary.exit_code`. All processes of a job have to receive the signal during the same step.
+    SIGTERM or Ctrl-C in any process of a job lets all of them finish the same step, save once and return; the process
+    should then exit with `summary.exit_code`. During a compilation the signal is heard when that ends.
 
     Args:
       state: the state after `start_step` steps; may be donated.
@@ -199,62 +218,101 @@ def run(
       start_step: how many steps the state has been through.
       eval_fn: (state) -> numbers, among them loss; see `make_eval_fn`.
       checkpointer: None trains without saving. The error of a save in the background is raised after the next step.
+      check: (step, state) -> None, called before each save: what it refuses, by raising, is not saved.
+      stop: catches signals, if the caller does so already; None catches them here.
+      watchdog: limits the time of each step and evaluation.
     """
-    step, position = start_step, batches.get_state()
-    with _StopOnSignal() as stop, log.console:
-        if step < schedule.num_steps:
-            ahead = _next_batch(batches, place, step)
-            compiled = log.compile(step, train_step, state, ahead)
-        log.timer.start()
-        while step < schedule.num_steps and not stop.requested:
-            state, metrics = compiled(state, ahead)  # returns while the devices are still at work
-            step, position = step + 1, batches.get_state()
-            if step < schedule.num_steps:
-                ahead = _next_batch(batches, place, step)  # read and placed while the devices work
-            jax.block_until_ready((state, metrics))
-            log.step(step, metrics)
-            if checkpointer is not None:
-                checkpointer.check_for_errors()
-                if schedule.saves_at(step):
-                    log.save(step, checkpointer, state, position)
-            if eval_fn is not None and schedule.evaluates_at(step) and not stop.requested:
-                log.evaluate(step, eval_fn, state)
-        if eval_fn is not None and log.eval_step != step and not stop.requested:
-            log.evaluate(step, eval_fn, state)  # there was nothing left to train
-        if checkpointer is not None:
-            if stop.requested:
-                log.console.note(f"{stop.name} received: saving step {step} before the run stops.")
-                log.save(step, checkpointer, state, position)
-            checkpointer.wait()
-        summary = log.finish(step, step - start_step, interrupted=stop.requested)
-    return state, summary
+    with contextlib.nullcontext(stop) if stop else StopOnSignal() as stopper, log.console:
+        loop = _Loop(
+            state=state,
+            step=start_step,
+            position=batches.get_state(),
+            batches=batches,
+            place=place,
+            schedule=schedule,
+            log=log,
+            eval_fn=eval_fn,
+            checkpointer=checkpointer,
+            check=check,
+            stop=stopper,
+            watchdog=watchdog or Watchdog(0, pathlib.Path()),
+            stopped=stopper.ask(),
+        )
+        loop.train(train_step)
+        interrupted = loop.end()
+        summary = log.finish(loop.step, loop.step - start_step, interrupted=interrupted)
+    return loop.state, summary
 
 
-class _StopOnSignal:
-    """Turns the first SIGTERM or Ctrl-C within the block into a flag; a second one has its usual effect."""
+@dataclasses.dataclass
+class _Loop:
+    """A run under way: `state` and the data's `position` are those after `step`; `stopped` is the last answer."""
 
-    def __init__(self) -> None:
-        self.name: str | None = None
-        self._previous: dict[signal.Signals, Any] = {}
+    state: Any
+    step: int
+    position: dict[str, Any]
+    batches: Stream
+    place: Callable[[HostBatch], Batch]
+    schedule: Schedule
+    log: RunLog
+    eval_fn: Callable[[Any], Mapping[str, float]] | None
+    checkpointer: Checkpointer | None
+    check: Callable[[int, Any], None] | None
+    stop: StopOnSignal
+    watchdog: Watchdog
+    stopped: Callable[[], bool]
 
-    @property
-    def requested(self) -> bool:
-        return self.name is not None
+    def train(self, train_step: Any) -> None:
+        """Steps until the last one or until all processes agree to stop."""
+        num_steps = self.schedule.num_steps
+        if self.step == num_steps or self.stopped():
+            return
+        ahead = _next_batch(self.batches, self.place, self.step)
+        compiled = self.log.compile(self.step, train_step, self.state, ahead)
+        self.stopped = self.stop.ask()
+        self.log.timer.start()
+        while self.step < num_steps and not self.stopped():
+            self.watchdog.expect(f"step {self.step + 1}")
+            self.state, metrics = compiled(self.state, ahead)  # returns while the devices are still at work
+            self.stopped = self.stop.ask()
+            self.step, self.position = self.step + 1, self.batches.get_state()
+            if self.step < num_steps:
+                # Read and placed while the devices work.
+                ahead = _next_batch(self.batches, self.place, self.step)
+            jax.block_until_ready((self.state, metrics))
+            self.watchdog.rest()
+            self.log.step(self.step, metrics)
+            if self.checkpointer is not None:
+                self.checkpointer.check_for_errors()
+                if self.schedule.saves_at(self.step):
+                    self.save(self.checkpointer)
+            if self.schedule.evaluates_at(self.step):
+                self.evaluate()
 
-    def __enter__(self) -> _StopOnSignal:
-        # Python delivers signals to the main thread only; elsewhere the loop runs without this service.
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGINT):
-                self._previous[number] = signal.signal(number, self._handle)
-        return self
+    def end(self) -> bool:
+        """An evaluation if there was nothing to train, the save of a run that was stopped; says whether it was."""
+        if self.log.eval_step != self.step:
+            self.evaluate()
+        interrupted = self.stopped()  # asked once: a signal from now on changes nothing
+        if self.checkpointer is not None:
+            if interrupted:
+                self.log.console.note(f"{self.stop.reason}: saving step {self.step} before the run stops.")
+                self.save(self.checkpointer)
+            self.checkpointer.wait()
+        return interrupted
 
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
+    def save(self, checkpointer: Checkpointer) -> None:
+        """Starts a checkpoint of a state that passes the check."""
+        if self.check is not None:
+            self.check(self.step, self.state)
+        self.log.save(self.step, checkpointer, self.state, self.position)
 
-    def _handle(self, number: int, _: FrameType | None) -> None:
-        self.name = signal.Signals(number).name
-        self.__exit__()
+    def evaluate(self) -> None:
+        """Evaluates unless there is nothing to evaluate with, or no time left for it."""
+        if self.eval_fn is not None and not self.stopped():
+            self.watchdog.expect(f"the evaluation after step {self.step}")
+            self.log.evaluate(self.step, self.eval_fn, self.state)
+            self.watchdog.rest()
 
 
 def _next_batch(batches: Stream, place: Callable[[HostBatch], Batch], step: int) -> Batch:
@@ -280,28 +338,43 @@ def to_global(batch: HostBatch, mesh: Mesh, spec: PartitionSpec) -> Batch:
 
 
 def make_eval_fn(
-    eval_step: Callable[[Any, Any], tuple[jax.Array, jax.Array]],
+    eval_step: Callable[[Any, Any], Mapping[str, tuple[jax.Array, jax.Array]]],
     batches: Callable[[], Iterable[HostBatch]],
     place: Callable[[HostBatch], Batch],
+    watchdog: Watchdog | None = None,
 ) -> Callable[[Any], dict[str, float]]:
-    """Makes the `eval_fn` of `run`: the mean loss over all counted tokens of a fixed set of batches.
+    """Makes the `eval_fn` of `run`: means over all that counts in a fixed set of batches.
 
     Args:
-      eval_step: (state.params, batch) -> summed loss, number of counted tokens, both scalars.
+      eval_step: (state.params, batch) -> name -> (sum, how much was counted), scalars; among the names loss, whose
+        count is that of tokens.
       batches: called at every evaluation; returns the batches, each time the same ones.
       place: as for `run`.
+      watchdog: limits the time of every batch; the first one of all includes compilation and has no limit.
     """
+    dog = watchdog or Watchdog(0, pathlib.Path())
+    compiled = False
 
     def evaluate(state: Any) -> dict[str, float]:
-        # All batches are dispatched before the first result is waited for.
-        results = [eval_step(state.params, place(batch)) for batch in batches()]
-        loss_sum = sum(float(np.asarray(loss)) for loss, _ in results)
-        tokens = sum(float(np.asarray(count)) for _, count in results)
+        nonlocal compiled
+        results = []
+        for batch in batches():  # all are dispatched before the first result is waited for
+            with dog.resting() if not compiled else contextlib.nullcontext():
+                results.append(eval_step(state.params, place(batch)))
+            compiled = True
+            dog.again()
+        sums: dict[str, tuple[float, float]] = {}
+        for result in results:
+            for name, (value, counted) in result.items():
+                before = sums.get(name, (0.0, 0.0))
+                sums[name] = (before[0] + float(np.asarray(value)), before[1] + float(np.asarray(counted)))
+            dog.again()
+        tokens = sums["loss"][1] if sums else 0.0
         if tokens == 0:
             raise ValueError(
                 f"The {len(results)} evaluation batches hold no token that counts; raise train.eval_batches or "
                 "choose other validation data."
             )
-        return {"loss": loss_sum / tokens, "tokens": tokens}
+        return {name: value / counted for name, (value, counted) in sums.items() if counted} | {"tokens": tokens}
 
     return evaluate

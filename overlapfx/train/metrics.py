@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, TextIO
 
-from tensorboardX import SummaryWriter
-
 from overlapfx.chips import Chip
+from overlapfx.train.events import EventFile
+from overlapfx.train.stops import StorageError
 
 Value = str | int | float | bool | None
 
@@ -134,10 +134,10 @@ class Utilization:
 class MetricsWriter:
     """Appends records to a JSON lines file and their numbers to TensorBoard events.
 
-    A record has `kind` ("start", "compile", "train", "eval", "checkpoint", "end"), `attempt` (1, 2, ...: which run of
-    this directory wrote it), `step` (number of steps finished), `unix_s` (time of day) and its own values; every line
-    is flushed. A start line at step s says that a new attempt was restored at s: the lines of earlier attempts beyond
-    s belong to work that was lost, and `read_metrics` drops them.
+    A record has `kind` ("start", "data", "compile", "train", "eval", "checkpoint", "hung", "end"), `attempt` (1, 2,
+    ...: which run of this directory wrote it), `step` (number of steps finished), `unix_s` (time of day) and its own
+    values; every line is flushed. A start line at step s says that a new attempt was restored at s: the lines of
+    earlier attempts beyond s belong to work that was lost, and `read_metrics` drops them.
 
     Args:
       jsonl: the file, made if missing; an earlier attempt's lines stay.
@@ -157,44 +157,63 @@ class MetricsWriter:
         primary: bool = True,
     ):
         self._file: TextIO | None = None
-        self._events: SummaryWriter | None = None
-        self.attempt = 1
+        self._events: EventFile | None = None
+        self.attempt, self.last_step = 1, from_step
+        self._path, self._failed = pathlib.Path(jsonl), False
         if not primary:
             return
-        path = pathlib.Path(jsonl)
-        if path.exists():
-            lines = path.read_text(encoding="utf-8").split("\n")
-            self.attempt = 1 + max((record["attempt"] for record in _parse(lines, path)), default=0)
+        torn = False
+        if self._path.exists():
+            lines = self._path.read_text(encoding="utf-8").split("\n")
+            self.attempt = 1 + max((record["attempt"] for record in _parse(lines, self._path)), default=0)
             torn = lines[-1] != ""  # the last writer was killed inside a line
-        else:
-            torn = False
-        self._file = path.open("a", encoding="utf-8")
-        if torn:
-            self._file.write("\n")
+        with self._failing("of the start"):
+            self._file = self._path.open("a", encoding="utf-8")
+            if torn:
+                self._file.write("\n")
         self.write("start", from_step, **about)  # before there are events: it holds for this file only
         if tensorboard is not None:
             # TensorBoard, too, is told to forget what earlier attempts did beyond the restored step.
             purge = from_step + 1 if self.attempt > 1 else None
-            self._events = SummaryWriter(logdir=str(tensorboard), purge_step=purge, flush_secs=10)
+            with self._failing("of the start"):
+                self._events = EventFile(pathlib.Path(tensorboard), str(self.attempt), purge)
 
     def write(self, kind: str, step: int, **values: Value) -> None:
-        """Writes one record; a number that is not finite is written as "NaN", "Infinity" or "-Infinity"."""
+        """Writes one record; a number that is not finite is written as "NaN", "Infinity" or "-Infinity".
+
+        Raises:
+          StorageError: the file cannot be written.
+        """
+        self.last_step = step
         if self._file is None:
             return
         record = {"kind": kind, "attempt": self.attempt, "step": step, "unix_s": round(time.time(), 3), **values}
-        self._file.write(json.dumps({k: _to_json(v) for k, v in record.items()}, allow_nan=False) + "\n")
-        self._file.flush()
-        if self._events is not None:
+        with self._failing(f"of step {step}"):
+            self._file.write(json.dumps({k: _to_json(v) for k, v in record.items()}, allow_nan=False) + "\n")
+            self._file.flush()
             for name, value in values.items():
-                if isinstance(value, int | float) and not isinstance(value, bool):
-                    self._events.add_scalar(f"{kind}/{name}", value, step)
+                if self._events is not None and isinstance(value, int | float) and not isinstance(value, bool):
+                    self._events.add(f"{kind}/{name}", value, step)
+
+    @contextlib.contextmanager
+    def _failing(self, which: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self._failed = True
+            raise StorageError(
+                f"The metrics {which} cannot be written to {self._path} or beside it ({error.strerror}); make room or "
+                "mend the disk, then run the same command again."
+            ) from error
 
     def close(self) -> None:
         """Closes both files; writing afterwards is an error."""
-        if self._file is not None:
-            self._file.close()
-        if self._events is not None:
-            self._events.close()
+        # What could not be written before cannot be written now, and has been said.
+        with contextlib.suppress(OSError) if self._failed else self._failing("of the last steps"):
+            if self._file is not None:
+                self._file.close()
+            if self._events is not None:
+                self._events.close()
 
 
 def read_metrics(path: str | pathlib.Path) -> list[dict[str, Any]]:

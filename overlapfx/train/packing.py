@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -12,8 +11,7 @@ from jaxtyping import Int32, Int64, Integer, UInt8
 VOCAB_SIZE = 256
 SEPARATOR = 0  # the one byte that no text keeps: it starts a document, ends the one before it, and fills padding
 
-# Keys inputs, targets, segments (int32) and mask (float32); every array is [T] for a row, [B, T] for a batch.
-Row = dict[str, np.ndarray]
+Row = dict[str, np.ndarray]  # name -> array; a batch has a dimension of rows before
 Batch = dict[str, np.ndarray]
 
 
@@ -116,20 +114,6 @@ class Rows:
                 position = until
             document += 1
         return tokens, segments
-
-
-def stack(rows: Sequence[Row], num_rows: int, seq_len: int) -> Batch:
-    """A batch [num_rows, seq_len] whose first rows are `rows`; the others are padding."""
-    batch = {
-        "inputs": np.full((num_rows, seq_len), SEPARATOR, np.int32),
-        "targets": np.full((num_rows, seq_len), SEPARATOR, np.int32),
-        "mask": np.zeros((num_rows, seq_len), np.float32),
-        "segments": np.zeros((num_rows, seq_len), np.int32),
-    }
-    for i, row in enumerate(rows):
-        for key, array in batch.items():
-            array[i] = row[key]
-    return batch
 
 
 def process_rows(global_batch: int, process_index: int, process_count: int) -> range:

@@ -13,17 +13,26 @@ import pathlib
 import platform
 import socket
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, TextIO
 
 from overlapfx.train.directories import make_directory
+from overlapfx.train.watchdog import STACKS
 
 _LOCK = ".lock"
 _CONFIG = "config.json"
 _VERSIONS = "versions.json"
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "grain", "tensorflow-datasets")
 # What a resumed run may change, since it alters neither the model nor what is learned from which data.
-_MAY_CHANGE = ("mesh", "overlap", "sample", "data.num_workers", "train.log_every")
+_MAY_CHANGE = (
+    "mesh",
+    "overlap",
+    "sample",
+    "data.num_workers",
+    "train.log_every",
+    "train.step_timeout_s",
+    "train.max_skipped_steps",
+)
 _MAY_GROW = ("train.num_steps",)
 
 
@@ -33,8 +42,9 @@ class RunDir:
     It holds config.json (resolved configuration), versions.json, metrics.jsonl, tb/ (TensorBoard), checkpoints/ and, at
     the end, report.png. A missing or empty directory starts a run. One that holds a run is resumed if its configuration
     agrees. Fields in which a resumed run may differ are mesh.*, overlap.*, sample.*, data.num_workers, train.log_every,
-    and train.num_steps upwards; the earlier configuration is then kept as config.1.json, config.2.json, ... in order of
-    age, and `notes` says what changed. Earlier versions.json are kept likewise.
+    train.step_timeout_s, train.max_skipped_steps, and train.num_steps upwards; the earlier configuration is then kept
+    as config.1.json, config.2.json, ... in order of age, and `notes` says what changed. Earlier versions.json are kept
+    likewise. Whatever is written lies inside: a link inside that leads out is refused.
 
     Args:
       path: the directory.
@@ -44,8 +54,8 @@ class RunDir:
         locked.
 
     Raises:
-      ValueError: the directory is in use by another run, holds something else, or holds a run whose configuration
-        disagrees.
+      ValueError: the directory is in use by another run, holds something else, holds a run whose configuration
+        disagrees, holds a link that leads out of it, or cannot be written to.
     """
 
     def __init__(self, path: str | pathlib.Path, config: Any, *, primary: bool = True):
@@ -60,11 +70,12 @@ class RunDir:
         self._lock: TextIO | None = None
         if not primary:
             return
-        _refuse_foreign(self.path)
-        make_directory(self.path, "The run directory", "choose another one with --run_dir")
-        self._lock = _take_lock(self.path)
-        with contextlib.ExitStack() as undo:
+        with contextlib.ExitStack() as undo, _usable(self.path):
+            _refuse_foreign(self.path)
+            make_directory(self.path, "The run directory", "choose another one with --run_dir")
+            self._lock = _take_lock(self.path)
             undo.callback(self.close)  # a refused directory must not stay locked
+            _refuse_links(self.path)
             self._open(to_plain(config))
             undo.pop_all()
 
@@ -83,6 +94,9 @@ class RunDir:
         kept = _write_versioned(self.config_file, config)
         if kept is not None:
             notes.append(f"The earlier configuration is kept in {kept.name}.")
+        stacks = sorted(path.name for path in self.path.glob(STACKS.format(process="*")) if path.stat().st_size)
+        if stacks:
+            notes.append(f"The watchdog ended an earlier attempt; where it hung is in {', '.join(stacks)}.")
         _write_versioned(self.path / _VERSIONS, versions())
         self.notes = tuple(notes)
 
@@ -187,6 +201,18 @@ def _commit() -> str | None:
     return f"{commit} with uncommitted changes" if commit and git("status", "--porcelain", "-uno") else commit
 
 
+@contextlib.contextmanager
+def _usable(path: pathlib.Path) -> Iterator[None]:
+    """Turns what the system has against a directory into one sentence."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(
+            f"The run directory {path} cannot be used ({error.strerror}: {error.filename}); make room, mend its "
+            "permissions or choose another one with --run_dir."
+        ) from error
+
+
 def _refuse_foreign(path: pathlib.Path) -> None:
     """Refuses a path that exists but is neither empty nor a run directory."""
     if path.exists() and not path.is_dir():
@@ -200,6 +226,17 @@ def _refuse_foreign(path: pathlib.Path) -> None:
             f"The directory {path} holds {foreign[0]} but no {_CONFIG}, so it is no run directory; "
             "choose an empty or a new one."
         )
+
+
+def _refuse_links(path: pathlib.Path) -> None:
+    """Refuses a run directory in which a link leads out: a run writes, and cleans up, only below its directory."""
+    inside = path.resolve()
+    for entry in sorted([*path.iterdir(), *path.glob("checkpoints/*")]):
+        if entry.is_symlink() and not entry.resolve().is_relative_to(inside):
+            raise ValueError(
+                f"{entry} is a link to {entry.resolve()}, outside of the run directory; move what it links to here, or "
+                "give the place itself as --run_dir."
+            )
 
 
 def _take_lock(path: pathlib.Path) -> TextIO:
@@ -221,7 +258,12 @@ def _take_lock(path: pathlib.Path) -> TextIO:
 
 
 def _read_json(path: pathlib.Path) -> Any:
-    return json.loads(path.read_text(encoding="utf-8"))
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # not JSON, or not even text
+        raise ValueError(
+            f"{path} is damaged ({error}); restore it from a copy, or start in a new directory."
+        ) from error
 
 
 def _write_versioned(path: pathlib.Path, content: Any) -> pathlib.Path | None:

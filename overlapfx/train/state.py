@@ -15,13 +15,15 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from overlapfx.layers import param
+from overlapfx.train.names import leaf_names
 from overlapfx.types import Params, PRNGKey
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["step", "params", "opt_state", "key"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """step: int32 [], updates applied so far. params: float32 master weights. key: seeds the dropout of every step.
+    """step: int32 [], updates applied so far, skipped ones not counted. params: float32 master weights.
+    key: seeds the dropout of every step.
 
     Trees of the same structure carry shapes, PartitionSpecs or shardings instead of arrays, hence the open field types.
     """
@@ -46,6 +48,10 @@ class Model:
         state = jax.tree.map(lambda leaf: leaf, self.template)
         nnx.replace_by_pure_dict(state, params)
         return nnx.merge(self.graph, state)
+
+    def names(self) -> list[str]:
+        """Names of the parameter arrays, in the order of `jax.tree.leaves` of the parameters."""
+        return leaf_names(nnx.to_pure_dict(self.template))
 
     def num_params(self) -> int:
         """Number of parameters, from the shapes of the real module."""

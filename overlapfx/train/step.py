@@ -13,11 +13,12 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
-from overlapfx import compat
+from overlapfx import chips, compat
 from overlapfx.mesh import batch_axes
-from overlapfx.ops import layout, ring
+from overlapfx.ops import layout, order, ring
+from overlapfx.plan import cost
 from overlapfx.train.state import Model, TrainState
-from overlapfx.types import Batch, Metrics, Params, PRNGKey
+from overlapfx.types import Batch, Evaluation, Metrics, Params, PRNGKey
 
 OPTIMIZER = "optimizer"  # scope of everything in a step that is no forward or backward pass
 
@@ -36,21 +37,28 @@ def make_train_step(
     grad_accum: int,
     dropout: bool,
     partitioning: str = "shard_map",
+    scheduler: str = "compiler",
     compiler_options: dict[str, Any] | None = None,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """A jitted function (state, global batch) -> (next state, metrics); the old state is donated.
 
-    metrics: loss (nats per counted token, before the update), grad_norm (before clipping), learning_rate, tokens
-        (counted).
+    If the loss or a gradient is not finite, the state comes back as it was, key and counters included.
+
+    metrics: scalars loss (nats per counted token, before the update), grad_norm (before clipping), learning_rate,
+        tokens (counted), skipped (1 if there was no update); and finite_leaves, bool [number of parameter arrays],
+        for which gradients the sum of squares is finite, in the order of `jax.tree.leaves(state.params)`.
     partitioning: "xla" hands the same model to XLA's own partitioner instead, without overlap of ours: the baseline
         that plans compare with. Parameters and activations lie as in the other form.
+    scheduler: who orders forward and backward pass, see `ops.order.impose`; only in shard_map.
     """
     assert partitioning in ("shard_map", "xla"), partitioning
-    gradients = _gradients_fn(mesh, model, grad_accum, partitioning)
+    gradients = _gradients_fn(mesh, model, grad_accum, partitioning, scheduler)
+    here = cost.Environment(chips.detect(mesh.devices.flat[0]) or chips.TPU_V4)
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         key = jax.random.fold_in(state.key, state.step) if dropout else None
-        nll_sum, count, grads = gradients(state.params, batch, key)
+        with cost.pricing(here):
+            nll_sum, count, grads = gradients(state.params, batch, key)
         with jax.named_scope(OPTIMIZER):
             # A batch without a counted token has no gradient rather than 0 / 0.
             scale = 1.0 / jnp.maximum(count, 1.0)
@@ -63,25 +71,49 @@ def make_train_step(
                 "learning_rate": jnp.asarray(schedule(state.step), jnp.float32),
                 "tokens": count,
             }
-        return TrainState(state.step + 1, params, opt_state, state.key), metrics
+            updated = TrainState(state.step + 1, params, opt_state, state.key)
+            return _unless_broken(state, updated, grads, metrics)
 
     return jax.jit(step, donate_argnums=0, compiler_options=compiler_options)
 
 
-def make_eval_step(mesh: Mesh, model: Model) -> Callable[[Params, Batch], tuple[Array, Array]]:
-    """A jitted function (params, global batch) -> (summed negative log likelihood in nats, counted tokens)."""
+def _unless_broken(
+    state: TrainState, updated: TrainState, grads: Params, metrics: Metrics
+) -> tuple[TrainState, Metrics]:
+    """`updated`, or `state` where the loss or a gradient is not finite; the metrics say which.
+
+    Decided on the devices: the host learns of it with the other metrics and nobody waits.
+    """
+    # The sum of squares is infinite or NaN if an entry is; the norm has computed it already, so it costs nothing here.
+    squares = [jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(grads)]
+    applies = jnp.isfinite(metrics["loss"]) & jnp.isfinite(metrics["grad_norm"])
+    pairs = [(new.step, new.params, new.opt_state) for new in (updated, state)]  # the key never changes
+    count, params, opt_state = jax.tree.map(lambda new, old: jnp.where(applies, new, old), *pairs)
+    return TrainState(count, params, opt_state, state.key), metrics | {
+        "skipped": 1.0 - applies.astype(jnp.float32),
+        "finite_leaves": jnp.isfinite(jnp.stack(squares)),
+    }
+
+
+def make_eval_step(mesh: Mesh, model: Model) -> Callable[[Params, Batch], Evaluation]:
+    """A jitted function (params, global batch) -> what the model's `evaluate` finds, summed over all devices."""
     axes = batch_axes(mesh)
 
-    def local(params: Params, batch: Batch) -> tuple[Array, Array]:
-        rows = _global_rows(axes, batch["inputs"].shape[0])
-        nll_sum, count = model.bind(params).loss(batch, rows)
-        return lax.psum(nll_sum, axes), lax.psum(count, axes)
+    def local(params: Params, batch: Batch) -> Evaluation:
+        found = model.bind(params).evaluate(batch, _global_rows(axes, batch))
+        return jax.tree.map(lambda value: lax.psum(value, axes), found)
 
     specs = (model.layouts, batch_spec(mesh))
-    return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=(P(), P())))
+    return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P()))
 
 
-def _global_rows(axes: tuple[str, ...], num_rows: int) -> Array:
+def make_gradients(mesh: Mesh, model: Model, *, grad_accum: int, scheduler: str = "compiler") -> Any:
+    """A jitted function (params, global batch, dropout key) -> (summed loss, counted tokens, gradients of the sum)."""
+    return jax.jit(_gradients_fn(mesh, model, grad_accum, "shard_map", scheduler))
+
+
+def _global_rows(axes: tuple[str, ...], batch: Batch) -> Array:
+    num_rows = next(iter(batch.values())).shape[0]
     return ring.index(axes) * num_rows + jnp.arange(num_rows)
 
 
@@ -92,7 +124,7 @@ def _cut(x: Array, num_micros: int) -> Array:
 
 
 def _gradients_fn(
-    mesh: Mesh, model: Model, grad_accum: int, partitioning: str
+    mesh: Mesh, model: Model, grad_accum: int, partitioning: str, scheduler: str
 ) -> Callable[..., tuple[Array, Array, Params]]:
     """(params, batch, key) -> summed loss, counted tokens, gradient of the *sum*: the caller divides once, so that
     every
@@ -101,8 +133,7 @@ def _gradients_fn(
     axes = batch_axes(mesh)
 
     def local(params: Params, batch: Batch, key: PRNGKey | None) -> tuple[Array, Array, Params]:
-        num_rows = batch["inputs"].shape[0]
-        rows = _global_rows(axes, num_rows)
+        rows = _global_rows(axes, batch)
 
         def summed_loss(params: Params, micro: Any) -> tuple[Array, Array]:
             micro_batch, micro_rows = micro
@@ -127,7 +158,7 @@ def _gradients_fn(
     if partitioning == "xla":
         return _whole(local, mesh, out_specs)
     specs = (model.layouts, batch_spec(mesh), P())
-    return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=out_specs)
+    return jax.shard_map(order.impose(local, scheduler), mesh=mesh, in_specs=specs, out_specs=out_specs)
 
 
 def _whole(local: Callable[..., Any], mesh: Mesh, out_specs: Any) -> Callable[..., Any]:

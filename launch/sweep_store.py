@@ -1,0 +1,115 @@
+"""The results of sweeps on disk: one line per point, only ever appended, so that a killed sweep loses nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import pathlib
+import socket
+from collections.abc import Mapping
+from typing import Any, TextIO
+
+FORMAT = 1  # of a record; counts up when older records must not be used any more
+FILE_NAME = "results.jsonl"
+_LOCK_NAME = ".lock"
+_BEGINNING = '{"format": '  # of every line
+
+
+class Store:
+    """The open results of a directory, locked against other sweeps until `close`; a context manager.
+
+    `results` holds the newest record by key. A record is a JSON object with "key" and whatever else the writer knows.
+    `torn` counts pieces of lines that killed writers left behind; they are skipped.
+
+    Raises:
+      ValueError: the directory cannot be made, is in use by another sweep, or its file is not one of ours.
+    """
+
+    def __init__(self, folder: pathlib.Path) -> None:
+        self.folder = folder
+        self.path = folder / FILE_NAME
+        self.results: dict[str, dict[str, Any]] = {}
+        self.torn = 0
+        if folder.exists() and not folder.is_dir():
+            raise ValueError(f"--out is {folder}, which is a file; give a directory.")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._lock = _take_lock(folder)
+        except OSError as error:
+            raise ValueError(f"--out={folder} cannot be written to ({error.strerror}); choose another.") from error
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._lock.close)  # a refused directory must not stay locked
+            ends_in_line = self._read()
+            self._file = self.path.open("ab")
+            if ends_in_line:  # what a killed writer left of its last line must not swallow the next one
+                self._file.write(b"\n")
+            _sync_folder(folder)
+            undo.pop_all()
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        """Appends a record; when this returns it is on disk, whatever becomes of the process or the machine."""
+        line = json.dumps({"format": FORMAT, **record}, allow_nan=False)
+        assert "\n" not in line
+        self._file.write(line.encode() + b"\n")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self.results[record["key"]] = json.loads(line)
+
+    def close(self) -> None:
+        """Unlocks the directory."""
+        self._file.close()
+        self._lock.close()
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _read(self) -> bool:
+        """Reads the file; returns whether it ends inside a line."""
+        text = self.path.read_bytes().decode("utf-8", "replace") if self.path.exists() else ""
+        for number, line in enumerate(text.split("\n"), start=1):
+            if not line:
+                continue
+            if not line.startswith(_BEGINNING[: len(line)]):
+                raise ValueError(
+                    f"line {number} of {self.path} is no result of a sweep; choose another directory with --out."
+                )
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError:  # no beginning of a JSON object is one itself
+                self.torn += 1
+                continue
+            if record["format"] == FORMAT:
+                self.results[record["key"]] = record
+        return bool(text) and not text.endswith("\n")
+
+
+def _take_lock(folder: pathlib.Path) -> TextIO:
+    lock = (folder / _LOCK_NAME).open("a+", encoding="utf-8")
+    try:
+        # The kernel releases it however the process ends, so a stale lock cannot exist.
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.seek(0)
+        holder = lock.read().strip() or "another process"
+        lock.close()
+        raise ValueError(
+            f"--out={folder} is in use by {holder}; wait until it ends or choose another directory."
+        ) from None
+    lock.truncate(0)
+    lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+    lock.flush()
+    return lock
+
+
+def _sync_folder(folder: pathlib.Path) -> None:
+    """Makes sure that a new file is still in its folder after a crash of the machine."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

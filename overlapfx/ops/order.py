@@ -1,0 +1,233 @@
+"""Imposes the order that a scheduler gives on what JAX traces."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+
+from overlapfx import compat
+from overlapfx.ops import instructions
+from overlapfx.ops.instructions import Flat, Step, Value
+from overlapfx.plan.schedulers import SCHEDULERS
+from overlapfx.plan.schedulers.base import DONE, START
+
+# How an order can be imposed, in the order of preference. Scheduling groups would come between: the TPU compiler of JAX
+# 0.12 makes the same program with them as without (LOG.md).
+ASYNCHRONOUS = "asynchronous start and done"  # and barriers
+BARRIERS = "optimization barriers"
+MECHANISMS = (ASYNCHRONOUS, BARRIERS)
+
+
+@functools.cache
+def _starters() -> dict[str, tuple[Any, Any]]:
+    """Primitives (start, done) by the name of the blocking one; empty where this JAX has none."""
+    try:
+        parallel = importlib.import_module("jax._src.lax.parallel")
+    except ImportError:
+        return {}
+    found = (getattr(parallel, "ppermute_start_p", None), getattr(parallel, "ppermute_done_p", None))
+    return {} if None in found else {"ppermute": found}
+
+
+def mechanism() -> str:
+    """The first of MECHANISMS that the installed JAX offers for the devices at hand."""
+    return ASYNCHRONOUS if _starters() and compat.can_start_transfers() else BARRIERS
+
+
+def describe(scheduler: str) -> str:
+    """What orders the instructions, for logs: `bottom_up by asynchronous start and done`."""
+    return scheduler if scheduler == "compiler" else f"{scheduler} by {mechanism()}"
+
+
+_imposed: contextvars.ContextVar[bool] = contextvars.ContextVar("overlapfx_imposed", default=False)
+
+
+def impose(fn: Callable[..., Any], scheduler: str, how: str | None = None) -> Callable[..., Any]:
+    """`fn` with its transfers and products in the order that `scheduler` gives them; the same values.
+
+    fn: a function of arrays to a tree of arrays, called inside shard_map; it is traced once more for this. What it
+        calls is included, as are bodies of loops. scheduler: a name in plan.schedulers, or "compiler", which leaves
+        `fn` as it is. how: one of MECHANISMS, by default the first that there is (under vmap the next, since starts
+        of transfers know nothing of it).
+
+    Differentiate first, then impose: an order holds for what it is given, and starts of transfers have no derivative.
+    An order imposed further out includes what is inside, which is then left alone.
+    """
+    assert scheduler == "compiler" or scheduler in SCHEDULERS, scheduler
+    assert how is None or how in MECHANISMS, how
+    if scheduler == "compiler":
+        return fn
+
+    @functools.wraps(fn)
+    def ordered(*arguments: Any) -> Any:
+        if _imposed.get():
+            return fn(*arguments)
+        flat_arguments, tree = jax.tree.flatten(arguments)
+
+        def on_leaves(*leaves: Any) -> Any:
+            return fn(*jax.tree.unflatten(tree, leaves))
+
+        with _outermost():
+            closed, shapes = jax.make_jaxpr(on_leaves, return_shape=True)(*flat_arguments)
+        if not instructions.has_transfers(closed.jaxpr):
+            return fn(*arguments)
+        found = _run(closed, (scheduler, how or _mechanism_for(flat_arguments)), flat_arguments)
+        return jax.tree.unflatten(jax.tree.structure(shapes), found)
+
+    return ordered
+
+
+def _mechanism_for(arguments: Sequence[Any]) -> str:
+    mapped = any(getattr(x, "batch_dim", None) is not None for x in arguments)
+    if mechanism() == ASYNCHRONOUS and mapped:
+        return BARRIERS
+    return mechanism()
+
+
+@contextlib.contextmanager
+def _outermost() -> Iterator[None]:
+    token = _imposed.set(True)
+    try:
+        yield
+    finally:
+        _imposed.reset(token)
+
+
+def _run(closed: ClosedJaxpr, order: tuple[str, str], arguments: Sequence[Any]) -> list[Any]:
+    """Evaluates a traced function in an order, given as (scheduler, mechanism)."""
+    flat = instructions.flatten(closed)
+    steps = instructions.group(flat)
+    graph = instructions.make_graph(flat, steps, instructions.Rates.here())
+    emitter = _Emitter(flat, arguments, order)
+    for i in SCHEDULERS[order[0]](graph):
+        emitter.emit(steps[i])
+    return [emitter.read(value) for value in flat.outputs]
+
+
+class _Emitter:
+    """Binds steps one after the other, each tied to the one before it.
+
+    Data dependencies leave the compiler free to reorder. A barrier over the results of one long step with what the next
+    one reads takes that freedom away, while the operations inside a step may still be fused.
+    """
+
+    def __init__(self, flat: Flat, arguments: Sequence[Any], order: tuple[str, str]) -> None:
+        self.values: dict[int, Any] = {**flat.constants, **dict(zip(flat.inputs, arguments, strict=True))}
+        self.futures: dict[int, Any] = {}  # by identity of a START
+        self.order = order
+        self.starters = _starters() if order[1] == ASYNCHRONOUS else {}
+        self.last: Any = None  # a result of the long step before
+        self.begun: list[int] = []  # STARTs since then, if they too can be held in their place
+        # Only TPU compilers take what a START returns through a barrier.
+        self.is_strict = bool(self.starters) and compat.target_platform() == "tpu"
+
+    def read(self, value: Value) -> Any:
+        return value.val if isinstance(value, Literal) else self.values[value]
+
+    def emit(self, step: Step) -> None:
+        if step.kind == DONE:
+            assert step.start is not None
+            self._done(step.start)
+            return
+        local = dict(zip(step.reads(), self._tied(step), strict=True))
+        if step.kind == START:
+            self._start(step, local)
+            return
+        for op in step.operations:
+            reads = [r.val if isinstance(r, Literal) else local[r] if r in local else self.values[r] for r in op.reads]
+            made = self._bind(op, reads)
+            self.values.update(zip(op.writes, made, strict=True))
+        if step.is_long and step.operations[-1].writes:
+            self.last = self.values[step.operations[-1].writes[0]]
+
+    def _tied(self, step: Step) -> list[Any]:
+        """What the step reads, behind a barrier that waits for the long step before and for the STARTs since."""
+        reads = [self.values[r] for r in step.reads()]
+        begun = self.begun if step.is_long else []
+        if not (step.is_long or step.kind == START) or (self.last is None and not begun):
+            return reads
+        # A barrier takes only values that vary alike; one of them is enough.
+        axes = compat.varying_axes(self.last if self.last is not None else reads[0])
+        alike = [k for k, x in enumerate(reads) if compat.varying_axes(x) == axes]
+        if not alike:
+            return reads
+        before = [] if self.last is None else [self.last]
+        futures = [self.futures[i] for i in begun]
+        _, futures, tied = lax.optimization_barrier((before, futures, [reads[k] for k in alike]))
+        self.futures.update(zip(begun, futures, strict=True))
+        for k, x in zip(alike, tied, strict=True):
+            reads[k] = x
+        if step.is_long:
+            self.begun = []
+        return reads
+
+    def _start(self, step: Step, local: dict[int, Any]) -> None:
+        (op,) = step.operations
+        (source,) = (local[r] if isinstance(r, int) else r.val for r in op.reads)
+        starter = self.starters.get(op.eqn.primitive.name)
+        if starter is None:
+            (self.futures[id(step)],) = self._bind(op, [source])
+        else:
+            with _scope(op):
+                self.futures[id(step)] = starter[0].bind(_row_major(source), **op.eqn.params)
+            if self.is_strict:
+                self.begun.append(id(step))
+
+    def _done(self, start: Step) -> None:
+        (op,) = start.operations
+        starter = self.starters.get(op.eqn.primitive.name)
+        value = self.futures.pop(id(start))
+        if self.is_strict and starter is not None and self.last is not None and id(start) not in self.begun:
+            _, value = lax.optimization_barrier((self.last, value))
+        self.begun = [i for i in self.begun if i != id(start)]
+        if starter is not None:
+            with _scope(op):
+                value = _row_major(starter[1].bind(value))
+        self.values[op.writes[0]] = value
+
+    def _bind(self, op: instructions.Operation, reads: Sequence[Any]) -> list[Any]:
+        eqn = op.eqn
+        subfuns, params = compat.bind_params(eqn)
+        for name in instructions.BODIES.get(eqn.primitive.name, ()):
+            params[name] = _reordered(eqn.params[name], self.order)
+        with _scope(op):
+            made = eqn.primitive.bind(*subfuns, *reads, **params)
+        return list(made) if eqn.primitive.multiple_results else [made]
+
+
+def _row_major(x: Any) -> Any:
+    """`x` in the default layout: left alone, the compiler chooses one for each end of a transfer and finds no way."""
+    return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
+
+
+def _scope(op: instructions.Operation) -> Any:
+    """The scope that the operation was traced in, by which plans find it in the compiled program."""
+    stack = str(op.eqn.source_info.name_stack)
+    context = contextlib.ExitStack()
+    context.enter_context(op.eqn.ctx.manager)
+    if stack:
+        context.enter_context(jax.named_scope(stack))
+    return context
+
+
+def _reordered(inner: ClosedJaxpr | Jaxpr, order: tuple[str, str]) -> ClosedJaxpr | Jaxpr:
+    """The body of a loop, or what is recomputed, in an order."""
+    closed = inner if isinstance(inner, ClosedJaxpr) else ClosedJaxpr(inner, ())
+
+    def body(*arguments: Any) -> list[Any]:
+        return _run(closed, order, arguments)
+
+    made = jax.make_jaxpr(body)(*(var.aval for var in closed.jaxpr.invars))
+    if isinstance(inner, ClosedJaxpr):
+        return made
+    assert not made.consts
+    return made.jaxpr

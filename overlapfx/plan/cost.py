@@ -1,0 +1,251 @@
+"""Predicts how long a collective einsum takes in each of the ways that it can run."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+from overlapfx.chips import TPU_V4, Chip
+from overlapfx.plan.pattern import Axes, Problem
+from overlapfx.plan.prices import PRICES, Prices
+from overlapfx.plan.slots import Slot
+
+HOP_S = 1e-6
+_SUM_BYTES = 4  # running sums and products are float32
+
+
+@dataclasses.dataclass(frozen=True)
+class AxisLinks:
+    """How one mesh axis lies on the physical network.
+
+    native: links that a native collective over the axis has per device. ring_load: how many messages of one ring step
+    share the busiest link. hops: links between ring neighbours.
+    """
+
+    native: float = 2.0
+    ring_load: float = 1.0
+    hops: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Environment:
+    """The chip and the network that sites are priced for; an axis that is not named lies on a closed ring."""
+
+    chip: Chip = TPU_V4
+    axes: Mapping[str, AxisLinks] = dataclasses.field(default_factory=dict)
+
+    @property
+    def prices(self) -> Prices:
+        """Of pieces of einsums; those of TPU v4 for a chip that was never priced."""
+        return PRICES.get(self.chip.name, PRICES[TPU_V4.name])
+
+    def links(self, axes: Axes) -> AxisLinks:
+        """Of several axes at once: a native collective uses the links of all, a ring the worst of them."""
+        found = [self.axes.get(axis, AxisLinks()) for axis in axes]
+        return AxisLinks(sum(a.native for a in found), max(a.ring_load for a in found), max(a.hops for a in found))
+
+
+_environment: contextvars.ContextVar[Environment | None] = contextvars.ContextVar("overlapfx_environment", default=None)
+
+
+@contextlib.contextmanager
+def pricing(environment: Environment) -> Iterator[None]:
+    """Sites traced inside are priced for `environment`, unless an outer block has said otherwise."""
+    token = _environment.set(_environment.get() or environment)
+    try:
+        yield
+    finally:
+        _environment.reset(token)
+
+
+def environment() -> Environment:
+    """What sites are priced for here: TPU v4 on closed rings if nothing was said."""
+    return _environment.get() or Environment()
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """One way to run the collectives of a problem: which is decomposed (None: none), how, and the predicted seconds."""
+
+    slot: Slot | None
+    method: str = "blocking"
+    direction: str = "one"
+    unroll: int = 1
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        what = self.method if self.slot is None else f"{self.method} {self.slot.kind} {self.slot.label}"
+        form = f" {self.direction}" if self.method in ("ring", "prefetch") else ""
+        form += f" {self.unroll}" if self.method == "ring" else ""
+        return f"{what}{form} {self.seconds * 1e3:.2f} ms"
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """The arithmetic of a problem on one device: label sizes of each result's products (operands gathered), operands
+    that are known early, and how many row stripes compute while others communicate.
+    """
+
+    problem: Problem
+    sizes: Mapping[int, Mapping[str, int]]
+    early: frozenset[int]
+    num_stripes: int = 1
+
+    def flops(self, results: Sequence[int]) -> float:
+        """A multiplication and an addition are two."""
+        return 2.0 * sum(math.prod(self.sizes[t.out].values()) for t in self.problem.terms if t.out in results)
+
+    def result_bytes(self, results: Sequence[int]) -> float:
+        """Of products in float32, before any scatter."""
+        labels = {i: self.problem.results[i].labels for i in results}
+        return _SUM_BYTES * sum(math.prod(self.sizes[i][c] for c in labels[i]) for i in results)
+
+
+class Pricing:
+    """The ways of one problem, priced for an environment."""
+
+    def __init__(self, work: Work, slots: Sequence[Slot], where: Environment) -> None:
+        self.work, self.slots, self.where, self.prices = work, slots, where, where.prices
+        chip = where.chip.per_device()
+        self._peak, self._link = chip.peak_bf16_flops, chip.link_bytes_per_s or 0.0
+        self.compute_s = self._products(range(len(work.problem.results)))
+
+    def whole(self) -> float:
+        """Nothing decomposed: gathers asynchronous and as early as their operands are known, scatters blocking."""
+        return self.compute_s + sum(self._exposed(s) for s in self.slots)
+
+    def decomposed(self, slot: Slot, method: str, direction: str, unroll: int, stripes: int) -> float:
+        """One collective decomposed, and its twins with it, the others whole."""
+        same = [s for s in self.slots if s == slot or _is_twin(s, slot)]
+        others = sum(self._exposed(s) for s in self.slots if s not in same)
+        results = self._results(same)
+        rest = self.compute_s - self._products(results)
+        if method == "ring":
+            own = self._ring_scatter if slot.kind == "scatter" else self._ring_gather
+            return rest + others + sum(own(s, direction, unroll) for s in same)
+        return rest + others + sum(self._other(s, method, direction, stripes) for s in same)
+
+    def native(self, slot: Slot) -> float:
+        """A native collective with nothing beside it."""
+        links = self.where.links(slot.axes)
+        return slot.wire_bytes / (links.native * self._link) + slot.num_shards / 2 * HOP_S
+
+    def ring(self, slot: Slot, direction: str) -> float:
+        """Its transfers alone, as a ring of permutes."""
+        links, steps = self.where.links(slot.axes), slot.num_shards - 1
+        shard = slot.wire_bytes / steps
+        sent = {"one": steps, "two": steps / 2, "two_whole": math.ceil(steps / 2)}[direction]
+        return sent * shard * links.ring_load / self._link + steps * links.hops * HOP_S
+
+    def _exposed(self, slot: Slot) -> float:
+        native = self.native(slot)
+        if slot.kind == "scatter":
+            return native  # no TPU compiler has made it asynchronous so far
+        if slot.index in self.work.early:
+            return max(0.0, native - self.compute_s)
+        return native / self.work.num_stripes
+
+    def _results(self, slots: Sequence[Slot]) -> list[int]:
+        terms = self.work.problem.terms
+        found = {
+            t.out for t in terms for s in slots if (s.index in t.operands() if s.kind == "gather" else s.index == t.out)
+        }
+        return sorted(found)
+
+    def _products(self, results: Sequence[int]) -> float:
+        """Whole einsums, each as wide as the labels of the result that only its right operand has."""
+        total = 0.0
+        for t in self.work.problem.terms:
+            if t.out in results:
+                sizes, (lhs, rhs) = self.work.sizes[t.out], (self.work.problem.operands[i].labels for i in t.operands())
+                width = math.prod(
+                    sizes[c] for c in self.work.problem.results[t.out].labels if c in rhs and c not in lhs
+                )
+                total += 2.0 * math.prod(sizes.values()) / self._peak * self._ratio(width)
+        return total
+
+    def _ratio(self, width: int) -> float:
+        """Time over arithmetic at peak of an einsum so many columns wide, between the widths that were priced."""
+        known = sorted(self.prices.columns)
+        if width <= known[0]:
+            return self.prices.columns[known[0]] * known[0] / max(width, 1)
+        above = next((w for w in known if w >= width), known[-1])
+        below = max(w for w in known if w <= width)
+        part = (width - below) / (above - below) if above > below else 0.0
+        return self.prices.columns[below] * (1 - part) + self.prices.columns[above] * part
+
+    def _ring_scatter(self, slot: Slot, direction: str, unroll: int) -> float:
+        """Rounds of partial einsums, each round's transfers beside the other chains' einsums of the next."""
+        ways = 1 if direction == "one" else 2
+        width = slot.shard_size // (unroll * (2 if direction == "two" else 1))
+        chains = unroll * ways * self.work.num_stripes
+        round_s = self.work.flops([slot.index]) / self._peak * self._ratio(width) / slot.num_shards
+        out_bytes = self.work.result_bytes([slot.index])
+        round_s += self.prices.sum_s_per_byte * out_bytes / slot.num_shards
+        transfer_s = self.ring(slot, direction) / (slot.num_shards - 1)
+        # A chain waits for its own transfer, beside which only the einsums of the other chains run.
+        waits = (slot.num_shards - 1) * max(0.0, transfer_s - round_s * (chains - 1) / chains)
+        joined = out_bytes / slot.num_shards * self.prices.copy_s_per_byte
+        if direction == "two_whole":  # two arrivals meet one einsum, and the compiler adds them apart from it
+            joined += 3 * out_bytes / (self.where.chip.per_device().hbm_bytes_per_s or math.inf)
+        return slot.num_shards * round_s + waits + joined + self._sliced(slot)
+
+    def _ring_gather(self, slot: Slot, direction: str, unroll: int) -> float:
+        """Rounds of one einsum per arrival, whose results are added or placed; arrivals do not wait for einsums."""
+        del unroll  # the arrivals are independent of the einsums as it is
+        results = self._results([slot])
+        contracting = self.work.problem.role(slot.index, slot.label) == "contracting"
+        per_byte = self.prices.sum_s_per_byte * 4 if contracting else self.prices.copy_s_per_byte
+        moved = self.work.result_bytes(results) * (slot.num_shards if contracting else 1)
+        compute = self.work.flops(results) / self._peak * self._ratio(slot.shard_size) + moved * per_byte
+        return compute + max(0.0, self.ring(slot, direction) - compute * (1 - 1 / slot.num_shards)) + self._sliced(slot)
+
+    def _other(self, slot: Slot, method: str, direction: str, stripes: int) -> float:
+        results = self._results([slot])
+        compute = self._products(results)
+        copy = self.prices.copy_s_per_byte
+        if method == "prefetch":
+            gathered = slot.wire_bytes * slot.num_shards / (slot.num_shards - 1)
+            hidden = self.compute_s if slot.index in self.work.early else 0.0
+            return compute + max(0.0, self.ring(slot, direction) - hidden) + gathered * copy
+        if method == "exchange":
+            links = self.where.links(slot.axes)
+            # An all-to-all crosses n/4 links per byte and pair of links, where a ring crosses one.
+            crossing = self.native(slot) * max(1.0, slot.num_shards / 4 / max(links.native / 2, 1))
+            return compute + crossing + self.work.result_bytes([slot.index]) * copy
+        first = self.native(slot) / (2 * stripes - 1)
+        if slot.kind == "scatter":
+            return compute + self.native(slot) + self.work.result_bytes([slot.index]) / slot.num_shards * copy
+        placed = self.work.result_bytes(results) / 2 * copy
+        return first + max(compute, self.native(slot) - first) + placed
+
+    def _sliced(self, slot: Slot) -> float:
+        """Copies of the operand that the pieces are cut from, in bfloat16."""
+        terms = self.work.problem.terms
+        cut = 0.0
+        for t in terms:
+            if slot.kind == "gather" and slot.index not in t.operands():
+                continue
+            if slot.kind == "scatter" and t.out != slot.index:
+                continue
+            for i in t.operands():
+                labels = self.work.problem.operands[i].labels
+                if slot.label in labels and not (slot.kind == "gather" and i == slot.index):
+                    cut += 2 * math.prod(self.work.sizes[t.out][c] for c in labels)
+        return cut * self.prices.copy_s_per_byte
+
+
+def _is_twin(other: Slot, slot: Slot) -> bool:
+    return (
+        slot.kind == other.kind == "scatter"
+        and other.index != slot.index
+        and (other.label, other.axes, other.shard_size) == (slot.label, slot.axes, slot.shard_size)
+    )
+
+
+def twins(slot: Slot, slots: Sequence[Slot]) -> tuple[Slot, ...]:
+    """The same ReduceScatter of other results."""
+    return tuple(s for s in slots if _is_twin(s, slot))
