@@ -19,29 +19,7 @@ HOSTS = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2
 ROWS, DEPTH, WIDTH = 16384, 8192, 16384
 COLUMNS = (128, 256, 384, 512, 640, 768, 1024, 2048, 4096, 8192, 16384)
 TABLE = Path(__file__).parent.parent / "overlapfx" / "plan" / "prices.py"
-_HEAD = '''"""What pieces of einsums cost on each chip; written by `python -m experiments.prices`, not by hand."""
-
-from __future__ import annotations
-
-import dataclasses
-from collections.abc import Mapping
-
-
-@dataclasses.dataclass(frozen=True)
-class Prices:
-    """Prices of one chip, from programs compiled for it.
-
-    columns: by the width of a piece, the time of its einsum over its arithmetic at peak. sum_s_per_byte: of a running
-    sum that an einsum reads and writes, per byte of the sum. copy_s_per_byte: of a slice or a placed result.
-    """
-
-    columns: Mapping[int, float]
-    sum_s_per_byte: float
-    copy_s_per_byte: float
-
-
-PRICES = {
-'''
+_ROWS = "PRICES = {\n"  # the line after which the command writes
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -60,7 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for chip in chips:
         name, rows[name] = _measure(HOSTS[chip])
         print(name, rows[name], flush=True)
-        TABLE.write_text(_HEAD + "".join(_row(name, prices) for name, prices in sorted(rows.items())) + "}\n")
+        head, begin, _ = TABLE.read_text().partition(_ROWS)
+        TABLE.write_text(head + begin + "".join(_row(name, prices) for name, prices in sorted(rows.items())) + "}\n")
     return 0
 
 

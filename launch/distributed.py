@@ -8,6 +8,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import secrets
 import sys
 import traceback
@@ -22,6 +23,10 @@ from overlapfx.config import Config, to_dict
 from overlapfx.train import rundir
 
 _HEARTBEAT_S = 30  # after which JAX ends the processes that outlive another one
+# Of compiled programs: attributes of instructions, and the tables that they point into.
+_SOURCES = re.compile(
+    r", metadata=\{[^{}]*\}|^(?:FileNames|FunctionNames|FileLocations|StackFrames)\n(?:\d+ .*\n)*", re.MULTILINE
+)
 
 
 class Peers:
@@ -86,9 +91,18 @@ class _AgreeingLowered:
         """Compiles, then compares with the other processes: programs that differ would wait for each other forever."""
         traced = self._lowered.as_text()
         compiled = self._lowered.compile()
-        facts = {"the traced program": _digest(traced), "the compiled program": _digest(compiled.as_text() or "")}
+        text = without_sources(compiled.as_text() or "")
+        facts = {"the traced program": _digest(traced), "the compiled program": _digest(text)}
         self._rendezvous.agree("the end of compilation", facts)
         return compiled
+
+
+def without_sources(text: str) -> str:
+    """A compiled program without where in the source its instructions come from.
+
+    A program from the compilation cache tells of the lines as they were when it was compiled; it is the same program.
+    """
+    return _SOURCES.sub("", text)
 
 
 @contextlib.contextmanager

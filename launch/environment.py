@@ -14,6 +14,14 @@ DEVICE_COUNT = "--xla_force_host_platform_device_count"
 # By default XLA's CPU scheduler makes as much as possible ready at once, and its runtime tells permutes of one program
 # apart by a number that they all share: two at the same time abort the process ("Id can't be larger than ...").
 ONE_BY_ONE = "--xla_cpu_enable_concurrency_optimized_scheduler"
+
+
+def simulated(devices: int, flags: str = "") -> str:
+    """XLA_FLAGS with which a process simulates CPU devices: `flags`, and what they lack."""
+    one_by_one = "" if ONE_BY_ONE in flags else f" {ONE_BY_ONE}=false"
+    return f"{flags} {DEVICE_COUNT}={devices}{one_by_one}".strip()
+
+
 # Device files of TPUs, NVIDIA GPUs, AMD GPUs.
 ACCELERATOR_FILES = ("/dev/accel*", "/dev/vfio/[0-9]*", "/dev/nvidia[0-9]*", "/dev/kfd")
 
@@ -48,8 +56,7 @@ def device_environment(
         raise ValueError(f"--devices={devices} contradicts {already[0]} in XLA_FLAGS; leave one of them out.")
     on_cpu = platforms == "cpu" or "JAX_PLATFORMS" in added
     if on_cpu and not already:
-        one_by_one = "" if ONE_BY_ONE in flags else f" {ONE_BY_ONE}=false"
-        added["XLA_FLAGS"] = f"{flags} {DEVICE_COUNT}={devices or num_mesh_devices}{one_by_one}".strip()
+        added["XLA_FLAGS"] = simulated(devices or num_mesh_devices, flags)
     return added
 
 

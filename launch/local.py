@@ -16,7 +16,7 @@ from types import FrameType
 from typing import IO, TextIO
 
 from launch.config_file import PROJECT
-from launch.environment import DEVICE_COUNT
+from launch.environment import DEVICE_COUNT, simulated
 from launch.identity import PREFIX, variables
 from overlapfx.config import Config
 from overlapfx.train.stops import EXIT_INTERRUPTED
@@ -49,7 +49,7 @@ def environments(
     shared = {
         **environ,
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": " ".join([*kept, f"{DEVICE_COUNT}={devices_per_process}"]),
+        "XLA_FLAGS": simulated(devices_per_process, " ".join(kept)),
         "PYTHONPATH": os.pathsep.join(filter(None, [str(PROJECT), environ.get("PYTHONPATH", "")])),
         **variables(host="127.0.0.1", port=port, slices=1, workers=processes, timeout_s=timeout_s),
     }

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import pathlib
-import socket
 from collections.abc import Mapping
-from typing import Any, TextIO
+from typing import Any
+
+from overlapfx.train.directories import take_lock
 
 FORMAT = 1  # of a record; counts up when older records must not be used any more
 FILE_NAME = "results.jsonl"
@@ -36,7 +36,7 @@ class Store:
             raise ValueError(f"--out is {folder}, which is a file; give a directory.")
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._lock = _take_lock(folder)
+            self._lock = take_lock(folder / _LOCK_NAME, f"--out={folder}")
         except OSError as error:
             raise ValueError(f"--out={folder} cannot be written to ({error.strerror}); choose another.") from error
         with contextlib.ExitStack() as undo:
@@ -86,24 +86,6 @@ class Store:
             if record["format"] == FORMAT:
                 self.results[record["key"]] = record
         return bool(text) and not text.endswith("\n")
-
-
-def _take_lock(folder: pathlib.Path) -> TextIO:
-    lock = (folder / _LOCK_NAME).open("a+", encoding="utf-8")
-    try:
-        # The kernel releases it however the process ends, so a stale lock cannot exist.
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        lock.seek(0)
-        holder = lock.read().strip() or "another process"
-        lock.close()
-        raise ValueError(
-            f"--out={folder} is in use by {holder}; wait until it ends or choose another directory."
-        ) from None
-    lock.truncate(0)
-    lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-    lock.flush()
-    return lock
 
 
 def _sync_folder(folder: pathlib.Path) -> None:

@@ -85,7 +85,7 @@ class Block(nnx.Module):
 class GPT(nnx.Module):
     """Embedding, a stack of blocks under scan, norm, logits from the embedding table. Called inside shard_map."""
 
-    def __init__(self, model: GPTConfig, overlap: Overlap, *, rngs: nnx.Rngs) -> None:
+    def __init__(self, model: ModelConfig, overlap: Overlap, *, causal: bool = True, rngs: nnx.Rngs) -> None:
         self.embed = Embedding(
             vocab_size=model.vocab_size,
             d_model=model.d_model,
@@ -97,7 +97,9 @@ class GPT(nnx.Module):
         table = (model.seq_len, model.d_model)
         self.position_TD = param.normal(rngs.params(), table, 0.02, param.TABLE_TD) if learned else None
         self.blocks = stack.make(
-            lambda key: Block(model, overlap, rngs=nnx.Rngs(params=key)), model.num_layers, rngs.params()
+            lambda key: Block(model, overlap, causal=causal, rngs=nnx.Rngs(params=key)),
+            model.num_layers,
+            rngs.params(),
         )
         self.final_norm = RMSNorm(d_model=model.d_model)
         self.num_layers, self.remat, self.row_stripes = model.num_layers, model.remat, overlap.row_stripes

@@ -15,7 +15,7 @@ from core_guard import CoreGuard
 from hypothesis import settings
 
 NUM_DEVICES = 8
-# As in launch.environment: XLA's CPU runtime confuses permutes that run at the same time.
+# As in launch.environment, which may not be imported this early: XLA's CPU runtime confuses permutes that run at once.
 ONE_BY_ONE = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
 QUICK_COMPILATION = "--xla_backend_optimization_level=0"
 

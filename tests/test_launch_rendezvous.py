@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from launch import identity as identities
-from launch.distributed import Peers
+from launch.distributed import Peers, without_sources
 from launch.identity import Identity, identify
 from launch.local import free_port
 from launch.rendezvous import Interrupted, NotTogether, Rendezvous
@@ -123,6 +123,29 @@ def test_programs_that_differ_are_refused_and_equal_ones_are_not() -> None:
     assert run_processes(lambda own: work(own, -1), count=3) == {0: "even", 1: "even", 2: "even"}
     outcomes = run_processes(lambda own: work(own, 2), count=3)
     assert all("the compiled program is" in str(error) and "process 2" in str(error) for error in outcomes.values())
+
+
+def test_where_a_program_comes_from_is_no_difference() -> None:
+    """A cached program tells of source lines as they were; another operation, shape or name stays another program."""
+    text = """HloModule m
+
+FileNames
+1 "a.py"
+
+StackFrames
+1 {file_location_id=1 parent_frame_id=1}
+
+
+ENTRY %main (x: f32[2]) -> f32[2] {
+  ROOT %y = f32[2] add(%x, %x), metadata={op_name="jit(f)/add" stack_frame_id=1}, backend_config={"a":"{b}"}
+}
+"""
+    moved = (
+        text.replace("a.py", "b.py").replace("stack_frame_id=1", "stack_frame_id=2").replace("parent_frame_id=1", "")
+    )
+    assert without_sources(text) == without_sources(moved) != text
+    for what in ("add(", "f32[2] add", "%y", "{b}", "HloModule m"):
+        assert without_sources(text.replace(what, f"{what}2")) != without_sources(text)
 
 
 def test_an_error_of_one_process_is_everybodys() -> None:

@@ -9,8 +9,7 @@ from typing import Any
 
 from overlapfx.aot.program import Program
 from overlapfx.aot.timeline import Timeline
-from overlapfx.plan.cost import Way
-from overlapfx.plan.decide import CallSite
+from overlapfx.plan.decide import CallSite, Plan
 from overlapfx.plan.slots import Slot
 
 # The kinds of transfer that a decomposition is made of; all else in its scope belongs to collectives left as they were.
@@ -91,9 +90,10 @@ class SiteReport:
         }
 
 
-def _way(way: Way) -> dict[str, Any]:
+def _way(way: Plan) -> dict[str, Any]:
     """What was considered, with predicted seconds."""
-    return {**dataclasses.asdict(way), "slot": None if way.slot is None else f"{way.slot.kind} {way.slot.label}"}
+    fields = {name: getattr(way, name) for name in ("method", "direction", "unroll", "seconds")}
+    return {"slot": None if way.slot is None else f"{way.slot.kind} {way.slot.label}", **fields}
 
 
 def report_sites(calls: Sequence[CallSite], program: Program, timeline: Timeline) -> tuple[SiteReport, ...]:

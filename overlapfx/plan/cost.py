@@ -67,23 +67,6 @@ def environment() -> Environment:
 
 
 @dataclasses.dataclass(frozen=True)
-class Way:
-    """One way to run the collectives of a problem: which is decomposed (None: none), how, and the predicted seconds."""
-
-    slot: Slot | None
-    method: str = "blocking"
-    direction: str = "one"
-    unroll: int = 1
-    seconds: float = 0.0
-
-    def __str__(self) -> str:
-        what = self.method if self.slot is None else f"{self.method} {self.slot.kind} {self.slot.label}"
-        form = f" {self.direction}" if self.method in ("ring", "prefetch") else ""
-        form += f" {self.unroll}" if self.method == "ring" else ""
-        return f"{what}{form} {self.seconds * 1e3:.2f} ms"
-
-
-@dataclasses.dataclass(frozen=True)
 class Work:
     """The arithmetic of a problem on one device: label sizes of each result's products (operands gathered), operands
     that are known early, and how many row stripes compute while others communicate.
@@ -93,10 +76,6 @@ class Work:
     sizes: Mapping[int, Mapping[str, int]]
     early: frozenset[int]
     num_stripes: int = 1
-
-    def flops(self, results: Sequence[int]) -> float:
-        """A multiplication and an addition are two."""
-        return 2.0 * sum(math.prod(self.sizes[t.out].values()) for t in self.problem.terms if t.out in results)
 
     def result_bytes(self, results: Sequence[int]) -> float:
         """Of products in float32, before any scatter."""
@@ -123,10 +102,14 @@ class Pricing:
         others = sum(self._exposed(s) for s in self.slots if s not in same)
         results = self._results(same)
         rest = self.compute_s - self._products(results)
-        if method == "ring":
-            own = self._ring_scatter if slot.kind == "scatter" else self._ring_gather
-            return rest + others + sum(own(s, direction, unroll) for s in same)
-        return rest + others + sum(self._other(s, method, direction, stripes) for s in same)
+        return rest + others + sum(self._own(s, method, direction, unroll, stripes) for s in same)
+
+    def _own(self, slot: Slot, method: str, direction: str, unroll: int, stripes: int) -> float:
+        if method != "ring":
+            return self._other(slot, method, direction, stripes)
+        if slot.kind == "scatter":
+            return self._ring_scatter(slot, direction, unroll)
+        return self._ring_gather(slot, direction)
 
     def native(self, slot: Slot) -> float:
         """A native collective with nothing beside it."""
@@ -155,16 +138,15 @@ class Pricing:
         }
         return sorted(found)
 
-    def _products(self, results: Sequence[int]) -> float:
-        """Whole einsums, each as wide as the labels of the result that only its right operand has."""
-        total = 0.0
-        for t in self.work.problem.terms:
+    def _products(self, results: Sequence[int], width: int | None = None) -> float:
+        """Einsums in pieces `width` wide; whole ones are as wide as the labels that only their right operand has."""
+        problem, total = self.work.problem, 0.0
+        for t in problem.terms:
             if t.out in results:
-                sizes, (lhs, rhs) = self.work.sizes[t.out], (self.work.problem.operands[i].labels for i in t.operands())
-                width = math.prod(
-                    sizes[c] for c in self.work.problem.results[t.out].labels if c in rhs and c not in lhs
-                )
-                total += 2.0 * math.prod(sizes.values()) / self._peak * self._ratio(width)
+                sizes, (lhs, rhs) = self.work.sizes[t.out], (problem.operands[i].labels for i in t.operands())
+                whole = math.prod(sizes[c] for c in problem.results[t.out].labels if c in rhs and c not in lhs)
+                flops = 2.0 * math.prod(sizes.values())  # a multiplication and an addition are two
+                total += flops / self._peak * self._ratio(whole if width is None else width)
         return total
 
     def _ratio(self, width: int) -> float:
@@ -182,7 +164,7 @@ class Pricing:
         ways = 1 if direction == "one" else 2
         width = slot.shard_size // (unroll * (2 if direction == "two" else 1))
         chains = unroll * ways * self.work.num_stripes
-        round_s = self.work.flops([slot.index]) / self._peak * self._ratio(width) / slot.num_shards
+        round_s = self._products([slot.index], width) / slot.num_shards
         out_bytes = self.work.result_bytes([slot.index])
         round_s += self.prices.sum_s_per_byte * out_bytes / slot.num_shards
         transfer_s = self.ring(slot, direction) / (slot.num_shards - 1)
@@ -193,14 +175,13 @@ class Pricing:
             joined += 3 * out_bytes / (self.where.chip.per_device().hbm_bytes_per_s or math.inf)
         return slot.num_shards * round_s + waits + joined + self._sliced(slot)
 
-    def _ring_gather(self, slot: Slot, direction: str, unroll: int) -> float:
+    def _ring_gather(self, slot: Slot, direction: str) -> float:
         """Rounds of one einsum per arrival, whose results are added or placed; arrivals do not wait for einsums."""
-        del unroll  # the arrivals are independent of the einsums as it is
         results = self._results([slot])
         contracting = self.work.problem.role(slot.index, slot.label) == "contracting"
         per_byte = self.prices.sum_s_per_byte * 4 if contracting else self.prices.copy_s_per_byte
         moved = self.work.result_bytes(results) * (slot.num_shards if contracting else 1)
-        compute = self.work.flops(results) / self._peak * self._ratio(slot.shard_size) + moved * per_byte
+        compute = self._products(results, slot.shard_size) + moved * per_byte
         return compute + max(0.0, self.ring(slot, direction) - compute * (1 - 1 / slot.num_shards)) + self._sliced(slot)
 
     def _other(self, slot: Slot, method: str, direction: str, stripes: int) -> float:

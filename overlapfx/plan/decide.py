@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from overlapfx.config import Overlap
 from overlapfx.plan.chains import Piece, halves
-from overlapfx.plan.cost import Pricing, Way, Work, environment, twins
+from overlapfx.plan.cost import Pricing, Work, environment, twins
 from overlapfx.plan.pattern import Operand, Problem, Result
 from overlapfx.plan.slots import Slot
 
@@ -55,7 +55,7 @@ class CallSite:
     slots: tuple[Slot, ...]
     plan: Plan
     order: str = "compiler"
-    ways: tuple[Way, ...] = ()  # considered, fastest first
+    ways: tuple[Plan, ...] = ()  # considered, fastest first
 
     def line(self) -> str:
         """One line for a log."""
@@ -109,7 +109,7 @@ def choose(
     overlap: Overlap,
     sizes: Mapping[tuple[str, int], Mapping[str, int]],
     work: Work,
-) -> tuple[Plan, tuple[Way, ...]]:
+) -> tuple[Plan, tuple[Plan, ...]]:
     """The fastest way as predicted, with all that were considered, fastest first (nothing decomposed has MARGIN ahead).
 
     sizes: full label sizes of the array that each slot speaks about; one letter may differ between right operands.
@@ -124,18 +124,14 @@ def choose(
         return Plan(None, reason=why, accum_dtype=overlap.accum_dtype), ()
     pricing = Pricing(work, slots, environment())
     downgrades: list[str] = []
-    plans = [_whole(overlap, pricing)] if overlap.mode == "auto" and overlap.method == "auto" else []
+    whole = Plan(None, accum_dtype=overlap.accum_dtype, seconds=pricing.whole())
+    plans = [whole] if overlap.mode == "auto" and overlap.method == "auto" else []
     for slot in _candidates(slots, overlap, downgrades):
         plans += _decomposed(slot, slots, overlap, sizes[slot.kind, slot.index], work.problem, pricing)
     plans.sort(key=lambda plan: plan.seconds * (1 - MARGIN if plan.slot is None else 1))
-    ways = tuple(Way(p.slot, p.method, p.direction, p.unroll, p.seconds) for p in plans)
     best = plans[0]
-    reason = f"{best.seconds * 1e3:.3g} ms predicted, {pricing.whole() * 1e3:.3g} ms whole"
-    return dataclasses.replace(best, reason=reason, downgrades=(*downgrades, *best.downgrades)), ways
-
-
-def _whole(overlap: Overlap, pricing: Pricing) -> Plan:
-    return Plan(None, accum_dtype=overlap.accum_dtype, seconds=pricing.whole())
+    reason = f"{best.seconds * 1e3:.3g} ms predicted, {whole.seconds * 1e3:.3g} ms whole"
+    return dataclasses.replace(best, reason=reason, downgrades=(*downgrades, *best.downgrades)), tuple(plans)
 
 
 def _candidates(slots: Sequence[Slot], overlap: Overlap, downgrades: list[str]) -> list[Slot]:

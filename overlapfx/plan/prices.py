@@ -1,4 +1,4 @@
-"""What pieces of einsums cost on each chip; written by `python -m experiments.prices`, not by hand."""
+"""What pieces of einsums cost on each chip; `python -m experiments.prices` writes the table."""
 
 from __future__ import annotations
 

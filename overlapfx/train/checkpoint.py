@@ -94,10 +94,7 @@ class Checkpointer:
         if step in self.steps():
             return False
         if not self.directory.is_dir():  # Orbax would make it anew, without the rest of the run
-            raise StorageError(
-                f"The directory {self.directory} has vanished, so step {step} cannot be saved; bring the run directory "
-                "back, or start in a new one."
-            )
+            raise self._vanished(step)
         leaves = _named_leaves(state)
         arrays = {name: jax.random.key_data(leaf) if _is_key(leaf) else leaf for name, leaf in leaves.items()}
         of_values = digests(arrays)
@@ -235,13 +232,26 @@ class Checkpointer:
                 self._manager.wait_until_finished()
             self._writing = None
 
-    def _failing_save(self) -> contextlib.AbstractContextManager[None]:
-        return _reported(
-            f"The checkpoint of step {self._writing} in {self.directory} could not be written",
-            lambda: (
-                f"the newest one is that of step {max(self._committed(), default='none')}: make room or mend the disk, "
-                "then run the same command again"
-            ),
+    @contextlib.contextmanager
+    def _failing_save(self) -> Iterator[None]:
+        try:
+            with _reported(
+                f"The checkpoint of step {self._writing} in {self.directory} could not be written",
+                lambda: (
+                    f"the newest one is that of step {max(self._committed(), default='none')}: make room or mend the "
+                    "disk, then run the same command again"
+                ),
+            ):
+                yield
+        except StorageError as error:
+            if self._writing is None or self.directory.is_dir():
+                raise
+            raise self._vanished(self._writing) from error
+
+    def _vanished(self, step: int) -> StorageError:
+        return StorageError(
+            f"The directory {self.directory} has vanished, so step {step} cannot be saved; bring the run directory "
+            "back, or start in a new one."
         )
 
     def close(self) -> None:

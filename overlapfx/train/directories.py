@@ -1,9 +1,12 @@
-"""Directories that a run makes."""
+"""Directories that runs and sweeps make and hold."""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import pathlib
+import socket
+from typing import TextIO
 
 
 def make_directory(path: pathlib.Path, what: str, remedy: str) -> None:
@@ -18,3 +21,23 @@ def make_directory(path: pathlib.Path, what: str, remedy: str) -> None:
         raise ValueError(f"{what} {path} cannot be made ({error.strerror}); {remedy}.") from error
     if not os.access(path, os.W_OK | os.X_OK):
         raise ValueError(f"{what} {path} cannot be written to; {remedy}.")
+
+
+def take_lock(path: pathlib.Path, what: str) -> TextIO:
+    """The open lock file `path`, held until it is closed or the process ends.
+
+    Raises ValueError with one sentence (`what` it locks, who holds it, the remedy) if another process has it.
+    """
+    lock = path.open("a+", encoding="utf-8")
+    try:
+        # The kernel releases it however the process ends, so a stale lock cannot exist.
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.seek(0)
+        holder = lock.read().strip() or "another process"
+        lock.close()
+        raise ValueError(f"{what} is in use by {holder}; wait until it ends or choose another directory.") from None
+    lock.truncate(0)
+    lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+    lock.flush()
+    return lock

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import importlib.metadata
 import itertools
 import json
 import os
 import pathlib
 import platform
-import socket
 import subprocess
 from collections.abc import Iterator, Mapping
 from typing import Any, TextIO
 
-from overlapfx.train.directories import make_directory
+from overlapfx.train.directories import make_directory, take_lock
 from overlapfx.train.watchdog import STACKS
 
 _LOCK = ".lock"
@@ -73,7 +71,7 @@ class RunDir:
         with contextlib.ExitStack() as undo, _usable(self.path):
             _refuse_foreign(self.path)
             make_directory(self.path, "The run directory", "choose another one with --run_dir")
-            self._lock = _take_lock(self.path)
+            self._lock = take_lock(self.path / _LOCK, f"The run directory {self.path}")
             undo.callback(self.close)  # a refused directory must not stay locked
             _refuse_links(self.path)
             self._open(to_plain(config))
@@ -237,24 +235,6 @@ def _refuse_links(path: pathlib.Path) -> None:
                 f"{entry} is a link to {entry.resolve()}, outside of the run directory; move what it links to here, or "
                 "give the place itself as --run_dir."
             )
-
-
-def _take_lock(path: pathlib.Path) -> TextIO:
-    lock = (path / _LOCK).open("a+", encoding="utf-8")
-    try:
-        # The kernel releases it however the process ends, so a stale lock cannot exist.
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        lock.seek(0)
-        holder = lock.read().strip() or "another process"
-        lock.close()
-        raise ValueError(
-            f"The run directory {path} is in use by {holder}; wait until it ends or choose another directory."
-        ) from None
-    lock.truncate(0)
-    lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-    lock.flush()
-    return lock
 
 
 def _read_json(path: pathlib.Path) -> Any:

