@@ -188,6 +188,25 @@ def test_vanished_directory_is_said(tmp_path: pathlib.Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+def test_directory_that_vanishes_under_the_writer_is_said(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpointer = Checkpointer(tmp_path / "run" / "checkpoints", keep=1)
+    checkpointer.save(1, state(1), {})
+    wait = checkpointer._manager.wait_until_finished
+
+    def vanish() -> None:
+        wait()
+        (tmp_path / "run").rename(tmp_path / "moved")
+        (tmp_path / "run" / "checkpoints" / "1.orbax-checkpoint-tmp").mkdir(parents=True)  # as a writer does
+        raise FileNotFoundError("commit_success.txt")
+
+    monkeypatch.setattr(checkpointer._manager, "wait_until_finished", vanish)
+    with pytest.raises(StorageError, match=r"run/checkpoints has vanished, so step 1 cannot be saved") as error:
+        checkpointer.wait()
+    one_sentence(error.value)
+
+
 def test_metrics_that_cannot_be_opened_stop_the_start(tmp_path: pathlib.Path) -> None:
     (tmp_path / "tb").write_text("in the way")
     with pytest.raises(StorageError, match="metrics of the start cannot be written to") as error:

@@ -74,6 +74,7 @@ class Checkpointer:
         self._writing: int | None = None  # the step of the save that was started last
         with _reported(f"The directory {self.directory} cannot be used", lambda: "choose another one with --run_dir"):
             self._manager = ocp.CheckpointManager(self.directory, options=options)
+            self._identity = _identity(self.directory)
 
     def save(self, step: int, state: Any, data_state: Mapping[str, Any]) -> bool:
         """Starts writing a checkpoint; returns once the values are copied, so `state` may be donated afterwards.
@@ -93,8 +94,7 @@ class Checkpointer:
         self.wait()
         if step in self.steps():
             return False
-        if not self.directory.is_dir():  # Orbax would make it anew, without the rest of the run
-            raise self._vanished(step)
+        self._check_directory(step)
         leaves = _named_leaves(state)
         arrays = {name: jax.random.key_data(leaf) if _is_key(leaf) else leaf for name, leaf in leaves.items()}
         of_values = digests(arrays)
@@ -244,15 +244,17 @@ class Checkpointer:
             ):
                 yield
         except StorageError as error:
-            if self._writing is None or self.directory.is_dir():
-                raise
-            raise self._vanished(self._writing) from error
+            if self._writing is not None:
+                self._check_directory(self._writing, error)
+            raise
 
-    def _vanished(self, step: int) -> StorageError:
-        return StorageError(
-            f"The directory {self.directory} has vanished, so step {step} cannot be saved; bring the run directory "
-            "back, or start in a new one."
-        )
+    def _check_directory(self, step: int, cause: Exception | None = None) -> None:
+        """Orbax makes a directory that is gone anew, without the rest of the run."""
+        if _identity(self.directory) != self._identity:
+            raise StorageError(
+                f"The directory {self.directory} has vanished, so step {step} cannot be saved; bring the run directory "
+                "back, or start in a new one."
+            ) from cause
 
     def close(self) -> None:
         """Waits for the running save, then stops the background threads; raises StorageError if the save failed."""
@@ -289,6 +291,14 @@ def _set_incomplete_aside(directory: pathlib.Path, read_only: bool) -> tuple[str
                 sentence += f"; it is now {aside.name}"
             sentences.append(sentence + ".")
     return tuple(sentences)
+
+
+def _identity(directory: pathlib.Path) -> int | None:
+    """What tells a directory from another one of the same name; None if there is none."""
+    try:
+        return directory.stat().st_ino
+    except FileNotFoundError:
+        return None
 
 
 def _missing_items(checkpoint: pathlib.Path) -> list[str]:
