@@ -275,3 +275,75 @@ def test_an_error_of_process_0_ends_both_at_once(tmp_path: pathlib.Path) -> None
     assert done.returncode == USER_ERROR
     assert f"The directory {run} holds thesis.txt but no config.json, so it is no run directory" in done.stderr
     assert os.listdir(run) == ["thesis.txt"]
+
+
+def launched(run: pathlib.Path, *words: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "launch.cli", "launch", "--local", *SMALL, *TWO, f"--run_dir={run}", *words]
+    return subprocess.Popen(command, cwd=PROJECT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def wait_for_step(job: subprocess.Popen[str], run: pathlib.Path, step: int) -> None:
+    deadline = time.monotonic() + 200
+    while not (run / "metrics.jsonl").exists() or max(losses(run), default=0) < step:
+        assert job.poll() is None, job.communicate()
+        assert time.monotonic() < deadline, f"no step {step} in {run}"
+        time.sleep(0.02)
+
+
+def workers(parent: int) -> dict[int, int]:
+    """Process number by place in the job."""
+    children = pathlib.Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+    places = {}
+    for child in children:
+        environ = dict(
+            word.split("=", 1) for word in pathlib.Path(f"/proc/{child}/environ").read_text().split("\0") if "=" in word
+        )
+        places[int(environ["OVERLAPFX_WORKER"])] = int(child)
+    return places
+
+
+FORTY = ("--config.train.num_steps=40", "--config.train.checkpoint_every=30", "--config.train.eval_every=40")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    """Losses of a job that nobody disturbs."""
+    directory = tmp_path_factory.mktemp("whole")
+    done = launch(directory, *TWO, *FORTY, f"--run_dir={directory / 'run'}")
+    assert done.returncode == 0, done.stderr[-2000:]
+    return losses(directory / "run")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("told", ["all", "one"])
+def test_c20_two_processes_save_once_and_go_on_as_if_nothing_had_happened(
+    tmp_path: pathlib.Path, whole: dict[int, float], told: str
+) -> None:
+    run = tmp_path / "run"
+    job = launched(run, *FORTY)
+    wait_for_step(job, run, 3)
+    os.kill(job.pid if told == "all" else workers(job.pid)[1], signal.SIGTERM)
+    said, errors = job.communicate(timeout=200)
+    assert job.returncode == 75, errors[-2000:]
+    stopped = max(losses(run))
+    assert 3 <= stopped < 30, "the signal came too late to tell anything"
+    assert [path.name for path in (run / "checkpoints").iterdir() if path.name.isdigit()] == [str(stopped)]
+    assert said.count("before the run stops") == 1, said
+
+    done = launch(tmp_path, *TWO, *FORTY, f"--run_dir={run}")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert losses(run) == whole
+
+
+@pytest.mark.slow
+def test_c17_a_process_that_freezes_in_a_step_ends_both(tmp_path: pathlib.Path) -> None:
+    run = tmp_path / "run"
+    job = launched(run, "--config.train.num_steps=100000", "--config.train.step_timeout_s=10")
+    wait_for_step(job, run, 5)
+    os.kill(workers(job.pid)[1], signal.SIGSTOP)
+    begun = time.monotonic()
+    _, errors = job.communicate(timeout=200)
+    assert time.monotonic() - begun < 90
+    assert job.returncode == 76, errors[-2000:]
+    assert "did not finish within 10 s on process 0" in records(run, "hung")[0]["reason"]
+    assert "Thread" in (run / "stacks.0.txt").read_text()
