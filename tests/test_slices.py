@@ -169,6 +169,25 @@ class TestCompile:
         with pytest.raises(ValueError, match="refuses an option"):
             compile_for(wanted, lambda x: x + 1, [abstract(mesh, (8, 128), P("y"))], {"xla_no_such_flag": True})
 
+    def test_versions_that_do_not_go_together(self):
+        wanted = parse_slice("v4:2x2x1")
+        mesh, _ = make_slice_mesh(wanted, {"y": 2, "x": 2})
+
+        class Unreadable:
+            def lower(self, *_):
+                return self
+
+            def compile(self, **_):
+                return self
+
+            def as_text(self):
+                raise jax.errors.JaxRuntimeError(
+                    "INTERNAL: RET_CHECK failure (xla/hlo/ir/hlo_instruction.cc:390) arity"
+                )
+
+        with pytest.raises(ValueError, match=r"jaxlib \S+ cannot read what libtpu \S+ compiled for v4:2x2x1 .*arity"):
+            compile_for(wanted, Unreadable(), [abstract(mesh, (8, 128), P("y"))])
+
     def test_arguments_need_one_mesh_of_the_slice(self):
         wanted = parse_slice("v4:2x2x2")
         with pytest.raises(ValueError, match="0 meshes were found"):

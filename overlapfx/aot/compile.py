@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -12,6 +13,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from overlapfx.aot.slices import Slice, device_coord
 from overlapfx.plan.torus import Coord
+
+# What a jaxlib says of an instruction that a newer compiler writes otherwise (0.10.2 of libtpu 0.0.52, v6e and tpu7x).
+_UNREADABLE = "hlo_instruction.cc"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +60,8 @@ def compile_for(
     """Compile `fn` (plain, or already wrapped in `jax.jit`) for `topology`, whose devices the arguments name.
 
     `abstract_args` are pytrees of `jax.ShapeDtypeStruct` with NamedShardings over one mesh from `make_slice_mesh`.
-    Raises ValueError for arguments without such shardings, and for compiler options that the compiler refuses.
+    Raises ValueError for arguments without such shardings, for compiler options that the compiler refuses, and
+    for versions of jaxlib and libtpu that do not go together.
     """
     devices = _mesh_devices(topology, abstract_args)
     options = {name: _option(value) for name, value in (compiler_options or {}).items()}
@@ -64,14 +69,7 @@ def compile_for(
     jitted: Any = fn if hasattr(fn, "lower") else jax.jit(fn)
     lowered = jitted.lower(*abstract_args)
     traced = time.perf_counter()
-    try:
-        compiled = lowered.compile(compiler_options=options)
-    except jax.errors.JaxRuntimeError as error:
-        if "compile option" not in str(error):
-            raise
-        raise ValueError(
-            f"the compiler refuses an option for {topology} ({str(error).splitlines()[0]}); remove it from {options}."
-        ) from error
+    compiled, text = _compiled(topology, lowered, options)
     stats = compiled.memory_analysis()
     memory = Memory(
         arguments=stats.argument_size_in_bytes,
@@ -84,7 +82,26 @@ def compile_for(
     first = [device for device in devices if not getattr(device, "slice_index", None)]
     coords = tuple(device_coord(device, topology.torus) for device in first)
     seconds = (traced - begin, time.perf_counter() - traced)
-    return CompiledFor(topology, compiled.as_text(), memory, coords, options, *seconds)
+    return CompiledFor(topology, text, memory, coords, options, *seconds)
+
+
+def _compiled(topology: Slice, lowered: Any, options: dict[str, str]) -> tuple[Any, str]:
+    try:
+        compiled = lowered.compile(compiler_options=options)
+        return compiled, compiled.as_text()
+    except jax.errors.JaxRuntimeError as error:
+        first = str(error).splitlines()[0]
+        if "compile option" in first:
+            raise ValueError(
+                f"the compiler refuses an option for {topology} ({first}); remove it from {options}."
+            ) from error
+        if _UNREADABLE in first:
+            jaxlib, libtpu = (importlib.metadata.version(name) for name in ("jaxlib", "libtpu"))
+            raise ValueError(
+                f"jaxlib {jaxlib} cannot read what libtpu {libtpu} compiled for {topology} ({first}); install the pair "
+                "that is tested, pip install -c constraints.txt 'overlapfx[plan]'."
+            ) from error
+        raise
 
 
 def check_options(topology: Slice, mesh: Mesh, compiler_options: Mapping[str, str | bool | int]) -> None:
