@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from launch.arguments import Parser, config_parser, one_sentence, parse
+from launch.arguments import USER_ERROR, Parser, config_parser, one_sentence, parse
 from launch.progress import Progress
 from overlapfx.aot import slices, variants
 from overlapfx.aot.variants import OURS, Variant
@@ -67,7 +67,7 @@ def plan(
     """Plans every variant, prints tables, writes files; 0 if the step fits into memory, 3 if not (see `_exit_code`)."""
     # JAX starts here, after the environment is set.
     from overlapfx.aot import plan_text
-    from overlapfx.aot.compile import check_options
+    from overlapfx.aot.compile import Unreadable, check_options
     from overlapfx.aot.plan_files import PlanFiles
     from overlapfx.aot.step_plan import DoesNotFit, Planner
 
@@ -88,6 +88,9 @@ def plan(
             outcomes[variant] = error
             print(f"\n{variant.name}: memory: DOES NOT FIT: {error}", flush=True)
             continue
+        except Unreadable as error:
+            print(f"overlapfx plan: {error}", file=sys.stderr)
+            return USER_ERROR
         files.write_plan(planner, done)
         if variant is OURS or len(chosen) == 1:
             print(f"\n{plan_text.plan_text(done)}", flush=True)

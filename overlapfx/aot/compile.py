@@ -51,6 +51,10 @@ class CompiledFor:
     compile_s: float
 
 
+class Unreadable(ValueError):
+    """The installed jaxlib cannot read what the installed compiler writes."""
+
+
 def compile_for(
     topology: Slice,
     fn: Callable[..., Any],
@@ -60,8 +64,8 @@ def compile_for(
     """Compile `fn` (plain, or already wrapped in `jax.jit`) for `topology`, whose devices the arguments name.
 
     `abstract_args` are pytrees of `jax.ShapeDtypeStruct` with NamedShardings over one mesh from `make_slice_mesh`.
-    Raises ValueError for arguments without such shardings, for compiler options that the compiler refuses, and
-    for versions of jaxlib and libtpu that do not go together.
+    Raises ValueError for arguments without such shardings, for compiler options that the compiler refuses;
+    Unreadable for versions of jaxlib and libtpu that do not go together.
     """
     devices = _mesh_devices(topology, abstract_args)
     options = {name: _option(value) for name, value in (compiler_options or {}).items()}
@@ -97,7 +101,7 @@ def _compiled(topology: Slice, lowered: Any, options: dict[str, str]) -> tuple[A
             ) from error
         if _UNREADABLE in first:
             jaxlib, libtpu = (importlib.metadata.version(name) for name in ("jaxlib", "libtpu"))
-            raise ValueError(
+            raise Unreadable(
                 f"jaxlib {jaxlib} cannot read what libtpu {libtpu} compiled for {topology} ({first}); install the pair "
                 "that is tested, pip install -c constraints.txt 'overlapfx[plan]'."
             ) from error
