@@ -23,6 +23,7 @@ class Chip:
         of `wrap_multiple`.
     devices_per_chip: JAX devices into which one chip is divided.
     assumed: names of the figures above that are not published but assumed here.
+    async_all_gather: whether the compiler runs an AllGather beside work: found by compiling.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Chip:
     wrap_multiple: int | None = None
     devices_per_chip: int = 1
     assumed: tuple[str, ...] = ()
+    async_all_gather: bool = True
 
     def per_device(self) -> Chip:
         """The share of one JAX device; links are not divided, since one device may use all of its chip's."""
@@ -70,9 +72,21 @@ TPU_V4 = Chip(
 )
 TPU_V5E = Chip("TPU v5e", 197e12, 819e9, 16 * GIB, 1.5e9, 45e9, 2, _TPU_SOURCE, wrap_multiple=16)
 TPU_V5P = Chip(
-    "TPU v5p", 459e12, 2765e9, 95 * GIB, 1.75e9, 90e9, 3, _TPU_SOURCE, wrap_multiple=4, assumed=("clock_hz",)
+    "TPU v5p",
+    459e12,
+    2765e9,
+    95 * GIB,
+    1.75e9,
+    90e9,
+    3,
+    _TPU_SOURCE,
+    wrap_multiple=4,
+    assumed=("clock_hz",),
+    async_all_gather=False,
 )
-TPU_V6E = Chip("TPU v6e", 918e12, 1638e9, 32 * GIB, None, 90e9, 2, _TPU_SOURCE, wrap_multiple=16)
+TPU_V6E = Chip(
+    "TPU v6e", 918e12, 1638e9, 32 * GIB, None, 90e9, 2, _TPU_SOURCE, wrap_multiple=16, async_all_gather=False
+)
 TPU_7X = Chip(
     "TPU7x",
     2307e12,
@@ -85,6 +99,7 @@ TPU_7X = Chip(
     wrap_multiple=4,
     devices_per_chip=2,
     assumed=("wrap_multiple",),
+    async_all_gather=False,
 )
 A100_40GB = Chip("A100 40GB", 312e12, 1555e9, 40e9, None, 300e9, 0, _NVIDIA_SOURCE)
 A100_80GB = Chip("A100 80GB", 312e12, 2039e9, 80e9, None, 300e9, 0, _NVIDIA_SOURCE)

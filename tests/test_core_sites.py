@@ -127,13 +127,13 @@ def test_a_line_for_the_log() -> None:
     sites = sites_of(mlp_up(2, 4, 1, 3), Overlap(method="exchange", direction="two_whole"))
     line = sites["mlp"].line()
     assert line.startswith(
-        "mlp: btd,df->btf [gather d over x=4 (72 B), gather d over y=2 (32 B)] -> ring of gather d, "
+        "mlp: btd,df->btf [gather d over x=4 (72 B), gather d over y=2 (32 B)] -> ring, gather d, "
     )
     assert re.search(r" \([\d.e-]+ ms predicted, [\d.e-]+ ms whole; exchange needs a scatter: ring instead", line)
     blocking = sites_of(mlp_up(1, 1, 1, 3), Overlap())["mlp"]
     assert blocking.line() == "mlp: btd,df->btf [no collective] -> blocking (nothing to communicate)"
     striped = sites_of(ONE_AXIS["gather_lhs_contracting"](4, 2, 3), Overlap(method="stripe"))["mlp"]
-    assert "-> 3 stripes of t around gather b (" in striped.line()
+    assert "-> 3 stripes of t, gather b (" in striped.line()
 
 
 def test_recorders_nest_and_end() -> None:

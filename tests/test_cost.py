@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from overlapfx.chips import TPU_V4
+from overlapfx.chips import TPU_V4, TPU_V5P
 from overlapfx.config import Overlap
 from overlapfx.plan import cost, decide, pattern
 from overlapfx.plan.cost import AxisLinks, Environment, Pricing, Work
@@ -120,3 +120,15 @@ def test_twins_share_a_plan() -> None:
     same, other = dataclasses.replace(a, index=1, wire_bytes=50), dataclasses.replace(a, index=2, shard_size=4)
     assert cost.twins(a, [a, same, other]) == (same,)
     assert cost.twins(dataclasses.replace(a, kind="gather"), [a, same]) == ()
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_a_gather_that_blocks_is_paid_in_full(early: bool) -> None:
+    work, slots, sizes = gather(32768, 8192, 8192, 4, early, num_stripes=4)
+    assert TPU_V4.async_all_gather and not TPU_V5P.async_all_gather
+    pricing = Pricing(work, slots, Environment(TPU_V5P))
+    assert pricing.whole() == pytest.approx(pricing.compute_s + pricing.native(slots[0]))
+    assert pricing.decomposed(slots[0], "stripe", "one", 1, 4) > pricing.whole()
+    with cost.pricing(Environment(TPU_V5P)):
+        plan, _ = decide.choose(slots, Overlap(), sizes, work)
+    assert plan.method in ("ring", "prefetch") and plan.seconds < pricing.whole()

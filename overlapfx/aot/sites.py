@@ -156,12 +156,4 @@ def _order(call: CallSite) -> str:
 
 
 def _decision(call: CallSite) -> str:
-    plan = call.plan
-    if plan.slot is None:
-        return "blocking" if call.slots else "nothing to communicate"
-    where = f"{plan.slot.kind} {plan.slot.label}"
-    if plan.method == "ring":
-        return f"ring, {where}, {plan.direction}, unroll {plan.unroll}{', loop' if plan.loop else ''}"
-    if plan.method == "stripe":
-        return f"{plan.stripes} stripes of {plan.stripe_label}, {where}"
-    return f"{plan.method}, {where}"
+    return call.plan.how if call.slots else "nothing to communicate"

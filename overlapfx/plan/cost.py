@@ -93,7 +93,7 @@ class Pricing:
         self.compute_s = self._products(range(len(work.problem.results)))
 
     def whole(self) -> float:
-        """Nothing decomposed: gathers asynchronous and as early as their operands are known, scatters blocking."""
+        """Nothing decomposed: gathers as early as their operands are known if the chip can, scatters blocking."""
         return self.compute_s + sum(self._exposed(s) for s in self.slots)
 
     def decomposed(self, slot: Slot, method: str, direction: str, unroll: int, stripes: int) -> float:
@@ -125,8 +125,9 @@ class Pricing:
 
     def _exposed(self, slot: Slot) -> float:
         native = self.native(slot)
-        if slot.kind == "scatter":
-            return native  # no TPU compiler has made it asynchronous so far
+        # No TPU compiler has made a ReduceScatter asynchronous so far.
+        if slot.kind == "scatter" or not self.where.chip.async_all_gather:
+            return native
         if slot.index in self.work.early:
             return max(0.0, native - self.compute_s)
         return native / self.work.num_stripes
@@ -181,7 +182,7 @@ class Pricing:
         contracting = self.work.problem.role(slot.index, slot.label) == "contracting"
         per_byte = self.prices.sum_s_per_byte * 4 if contracting else self.prices.copy_s_per_byte
         moved = self.work.result_bytes(results) * (slot.num_shards if contracting else 1)
-        compute = self._products(results, slot.shard_size) + moved * per_byte
+        compute = self._products(results, None if contracting else slot.shard_size) + moved * per_byte
         return compute + max(0.0, self.ring(slot, direction) - compute * (1 - 1 / slot.num_shards)) + self._sliced(slot)
 
     def _other(self, slot: Slot, method: str, direction: str, stripes: int) -> float:
@@ -201,6 +202,8 @@ class Pricing:
         if slot.kind == "scatter":
             return compute + self.native(slot) + self.work.result_bytes([slot.index]) / slot.num_shards * copy
         placed = self.work.result_bytes(results) / 2 * copy
+        if not self.where.chip.async_all_gather:
+            return compute + self.native(slot) + placed
         return first + max(compute, self.native(slot) - first) + placed
 
     def _sliced(self, slot: Slot) -> float:

@@ -45,6 +45,18 @@ class Plan:
         """The decomposed collectives by the index of their operand or result."""
         return {s.index: s for s in (self.slot, *self.twins) if s is not None}
 
+    @property
+    def how(self) -> str:
+        """In a few words."""
+        if self.slot is None:
+            return "blocking"
+        where = f"{self.slot.kind} {self.slot.label}"
+        if self.method == "ring":
+            return f"ring, {where}, {self.direction}, unroll {self.unroll}{', loop' if self.loop else ''}"
+        if self.method == "stripe":
+            return f"{self.stripes} stripes of {self.stripe_label}, {where}"
+        return f"{self.method}, {where}"
+
 
 @dataclasses.dataclass(frozen=True)
 class CallSite:
@@ -62,22 +74,12 @@ class CallSite:
         slots = ", ".join(
             f"{s.kind} {s.label} over {'*'.join(s.axes)}={s.num_shards} ({s.wire_bytes} B)" for s in self.slots
         )
-        how = self.plan.method if self.plan.slot is None else _how(self.plan)
+        how = self.plan.how
         notes = "".join(f"; {d}" for d in self.plan.downgrades)
         how += "" if self.order == "compiler" else f", order {self.order}"
         return (
             f"{self.name}: {' + '.join(self.specs)} [{slots or 'no collective'}] -> {how} ({self.plan.reason}{notes})"
         )
-
-
-def _how(plan: Plan) -> str:
-    assert plan.slot is not None
-    where = f"{plan.slot.kind} {plan.slot.label}"
-    if plan.method == "ring":
-        return f"ring of {where}, direction {plan.direction}, unroll {plan.unroll}{', loop' if plan.loop else ''}"
-    if plan.method == "stripe":
-        return f"{plan.stripes} stripes of {plan.stripe_label} around {where}"
-    return f"{plan.method} of {where}"
 
 
 _recorder: contextvars.ContextVar[list[CallSite] | None] = contextvars.ContextVar("overlapfx_sites", default=None)
