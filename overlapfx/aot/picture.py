@@ -113,7 +113,8 @@ def _add_legend(figure: Figure, title: str, entries: _Legend, used: set[tuple[st
         if key in used
     ]
     if handles:
-        style: dict[str, Any] = {"loc": place, "ncols": len(handles), "frameon": False, "alignment": "left"}
+        # Two legends stand side by side, each in half of the width: four entries fit.
+        style: dict[str, Any] = {"loc": place, "ncols": min(len(handles), 4), "frameon": False, "alignment": "left"}
         figure.legend(handles=handles, title=title, fontsize=9, title_fontsize=9, **style)
 
 
