@@ -57,12 +57,13 @@ EXPLANATION = """
 Why they differ, as far as the compiled programs tell:
 - What crosses the network per step depends on the program. Partial sums are float32 here; most of a step's bytes are
   ReduceScatters of them over axis x, which has one of the torus's three dimensions. At 256B (blocking) they take 7.5 of
-  51.3 s; in bfloat16 they would take 4.2, and AllGathers over x another 7.5, part of which xla-async hides.
-- "repeated" is what the compiler computes and gathers a second time since memory is short: 16 % of the blocking step of
-  32B, 3 % of that of 256B, nothing in its xla-async. Attention is plain here and keeps whole score matrices, which is
-  also why a size that ran there may not fit here. Without repetitions 32B would be at 49 %.
-- The published 16B and 32B runs recomputed something else, and MFU does not count recomputation: that these two are
-  near is partly chance.
+  47.8 s; in bfloat16 they would take 4.2, and AllGathers over x another 7.5, part of which xla-async hides.
+- So the error falls with the share of axis x in the mesh: 512B (x=16, and two micro-batches, without which it does not
+  fit, so that weights are gathered twice) is predicted too slow, 16B to 128B (x of 2 and 4) too fast.
+- 200B has heads of 96 features, for which the fused kernel is not made: its plain attention keeps whole score matrices.
+  The others' attention is one kernel, priced at an assumed share of the peak (kernel_efficiency).
+- "repeated" is what the compiler computes and gathers a second time since memory is short: 3 % of the blocking step of
+  32B. The published 16B and 32B runs recomputed something else, and MFU does not count recomputation.
 - A prediction holds the processor's schedule and the links only: no input, no host, no stragglers, no variation of the
   clock. All that can only make a real step slower.
 - The published runs used another framework with its automatic partitioning and an older compiler. The nearest programs
