@@ -80,10 +80,13 @@ class Inputs:
 
 def open_inputs(config: Config, mesh: Mesh, opened: contextlib.ExitStack) -> Inputs:
     """Training and evaluation batches of the config's data set."""
-    training, validation = (data.make_source(config.data, split) for split in ("train", "validation"))
+    objective = _family(config).objective(config.model)
+    training, validation = (
+        data.make_source(config.data, split, objective.sample_rate) for split in ("train", "validation")
+    )
     share, num_shares = process_share(jax.NamedSharding(mesh, step.batch_spec(mesh)), config.data.global_batch)
     shape: dict[str, Any] = {
-        "objective": _family(config).objective(config.model),
+        "objective": objective,
         "global_batch": config.data.global_batch,
         "process_index": share,
         "process_count": num_shares,

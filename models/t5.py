@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from overlapfx import compat
 from overlapfx.config import Overlap
 from overlapfx.families import T5Config
 from overlapfx.layers import stack
@@ -20,7 +19,7 @@ from overlapfx.layers.dropout import dropout
 from overlapfx.layers.embed import Embedding, cross_entropy, token_scores
 from overlapfx.layers.mlp import MLP
 from overlapfx.layers.norm import RMSNorm
-from overlapfx.layers.relative import RelativeBias
+from overlapfx.layers.relative import RelativeBias, vary_like
 from overlapfx.plan.flops import encoder_decoder_step
 from overlapfx.train.objectives import SpanCorruption
 from overlapfx.types import Evaluation, PRNGKey, Scalar, SpanBatch
@@ -135,7 +134,7 @@ class T5(nnx.Module):
         # A row is text or all padding; what pads its targets sees the text too, and counts in no loss.
         target_segments_BT = jnp.broadcast_to(segments_BS[:, :1], tokens_BT.shape)
         x_BTD = self.embed.encode(tokens_BT)
-        bias_NTT = _vary_like(x_BTD, self.decoder_bias(x_BTD.shape[1], x_BTD.shape[1]))
+        bias_NTT = vary_like(x_BTD, self.decoder_bias(x_BTD.shape[1], x_BTD.shape[1]))
         x_BTD = stack.run(
             self.decoder,
             x_BTD,
@@ -152,7 +151,7 @@ class T5(nnx.Module):
         self, source_BS: Int[Array, "B S"], segments_BS: Int[Array, "B S"], row_B: Int[Array, "B"], key: PRNGKey | None
     ) -> Float[Array, "B S D"]:
         x_BSD = self.embed.encode(source_BS)
-        bias_NSS = _vary_like(x_BSD, self.encoder_bias(x_BSD.shape[1], x_BSD.shape[1]))
+        bias_NSS = vary_like(x_BSD, self.encoder_bias(x_BSD.shape[1], x_BSD.shape[1]))
         x_BSD = stack.run(
             self.encoder,
             x_BSD,
@@ -176,8 +175,3 @@ class T5(nnx.Module):
     def _logits(self, batch: SpanBatch, row_B: Int[Array, "B"], key: PRNGKey | None) -> Float[Array, "B T V"]:
         shifted_BT = jnp.pad(batch["targets"][:, :-1], ((0, 0), (1, 0)))  # the decoder starts from a separator
         return self(batch["inputs"], batch["segments"], shifted_BT, row_B, key)
-
-
-def _vary_like(x_BTD: Float[Array, "B T D"], bias_NTS: Float[Array, "N T S"]) -> Float[Array, "N T S"]:
-    """The bias typed as activations are: the gradient is summed over devices once, not once in every layer."""
-    return compat.vary(bias_NTS, compat.varying_axes(x_BTD) | {"y", "x"})

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, TypeVar
 
-from overlapfx.families import ModelConfig, config_class
+from overlapfx.families import ConformerConfig, ModelConfig, MoEConfig, config_class
 from overlapfx.fields import Fraction, Natural, NonNegativeFloat, Positive, PositiveFloat, Range, Section, Seed
 
 MODES = ("auto", "on", "off")
@@ -274,9 +274,15 @@ def validate(config: Config) -> None:
     _check_divides("model.d_model", model.d_model, axis_x, step=math.lcm(mesh.x, mesh.y))
     _check_divides("model.d_model", model.d_model, ("mesh axis y", mesh.y), step=math.lcm(mesh.x, mesh.y))
     _check_divides("model.d_ff", model.d_ff, axis_x)
-    _check_divides("model.vocab_size", model.vocab_size, axis_x, least=NUM_BYTES)
+    least_vocab = NUM_BYTES if model.reads_text else 1
+    _check_divides("model.vocab_size", model.vocab_size, axis_x, least=least_vocab)
     _check_divides("model.num_heads", model.num_heads, axis_x)
     _check_kv_heads(model, mesh)
+    if isinstance(model, MoEConfig):
+        _check_divides("model.num_experts", model.num_experts, ("mesh axis y", mesh.y))
+    if isinstance(model, ConformerConfig):
+        for axis in (axis_x, ("mesh axis y", mesh.y)):
+            _check_divides("model.conv_channels", model.conv_channels, axis, step=math.lcm(mesh.x, mesh.y))
     if model.positions == "rotary":
         _check_divides(
             "model.head_dim", model.head_dim, ("the two halves that rotary positions turn into each other", 2)
@@ -284,7 +290,7 @@ def validate(config: Config) -> None:
     batch_shards = mesh.replica * mesh.y * optimizer.grad_accum
     over = f"mesh.replica * mesh.y * optimizer.grad_accum = {mesh.replica} * {mesh.y} * {optimizer.grad_accum}"
     _check_divides("data.global_batch", config.data.global_batch, (over, batch_shards))
-    if model.vocab_size < NUM_BYTES:
+    if model.vocab_size < least_vocab:
         legal = math.ceil(NUM_BYTES / mesh.x) * mesh.x
         raise ValueError(f"model.vocab_size is {model.vocab_size}, less than the {NUM_BYTES} byte values; use {legal}.")
     if config.overlap.row_stripes > 1 and not model.takes_row_stripes:

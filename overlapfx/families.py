@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
-from overlapfx.fields import Choices, Fraction, Positive, Section, check_field
+from overlapfx.fields import Choices, Fraction, NonNegativeFloat, Positive, PositiveFloat, Section, check_field
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,6 +21,7 @@ class ModelConfig(Section):
 
     _where: ClassVar[str] = "model."
     continues_text: ClassVar[bool] = False  # whether it can write what follows a prompt
+    reads_text: ClassVar[bool] = True  # as bytes, so that its vocabulary has at least these
     takes_row_stripes: ClassVar[bool] = True  # whether overlap.row_stripes may be above 1
     family: str
     vocab_size: Positive
@@ -68,19 +69,116 @@ class T5Config(ModelConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.num_buckets % 4:
+        _check_distances(self.num_buckets, self.max_distance)
+
+
+@dataclasses.dataclass(frozen=True)
+class MoEConfig(ModelConfig):
+    """A decoder in which every second layer has num_experts perceptrons, of which a token uses experts_per_token.
+
+    gated: of the other layers; gated_experts: of the experts. capacity_factor: places that a sequence has with each
+    expert, over the even share. balance_weight, router_z_weight: what the two auxiliary losses of a mixture layer count
+    beside the loss per token, in the gradient only; see layers/moe_routing.py for what they are.
+    """
+
+    continues_text: ClassVar[bool] = True
+    gated_experts: bool
+    num_experts: Positive
+    experts_per_token: Positive
+    capacity_factor: PositiveFloat
+    balance_weight: NonNegativeFloat
+    router_z_weight: NonNegativeFloat
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_layers % 2:
             raise ValueError(
-                f"model.num_buckets is {self.num_buckets}; it must be a multiple of 4, for two directions with near "
-                "and far distances each."
+                f"model.num_layers is {self.num_layers}; it must be even, since dense and mixture layers take turns."
             )
-        if self.max_distance <= self.num_buckets // 2:
+        if self.experts_per_token > self.num_experts:
             raise ValueError(
-                f"model.max_distance is {self.max_distance}, but the nearest {self.num_buckets // 2} distances (half "
-                f"of model.num_buckets) have buckets of their own; use at least {self.num_buckets // 2 + 1}."
+                f"model.experts_per_token is {self.experts_per_token}, more than model.num_experts = "
+                f"{self.num_experts}; use at most that."
             )
 
 
-FAMILIES: Mapping[str, type[ModelConfig]] = {"gpt": GPTConfig, "bert": BertConfig, "t5": T5Config}
+@dataclasses.dataclass(frozen=True)
+class ConformerConfig(ModelConfig):
+    """An encoder of speech. A token is four frames of log-mel features, so a clip has 4 * seq_len * hop samples.
+
+    objective: "ctc" transcribes: target_len labels at most, the characters of `alphabet`, whose numbers start at 1.
+        "masked" finds the codes of hidden frames, vocab_size codes of code_dim numbers; see layers/quantizer.py.
+    sample_rate: samples per second. window, hop: samples that a frame sees, and from one frame to the next.
+    conv_channels: between the two convolutions that make tokens of frames. kernel_size: tokens that the convolution of
+        a layer sees.
+    num_buckets, max_distance: of the bias by distance, as for T5.
+    """
+
+    reads_text: ClassVar[bool] = False
+    positions: Annotated[str, Choices(("relative",))]
+    objective: Annotated[str, Choices(("ctc", "masked"))]
+    alphabet: str
+    target_len: Positive
+    code_dim: Positive
+    sample_rate: Positive
+    window: Positive
+    hop: Positive
+    num_mels: Positive
+    conv_channels: Positive
+    kernel_size: Positive
+    num_buckets: Positive
+    max_distance: Positive
+
+    @property
+    def clip_len(self) -> int:
+        """Samples of a clip."""
+        return 4 * self.seq_len * self.hop
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_distances(self.num_buckets, self.max_distance)
+        if self.kernel_size % 2 == 0:
+            raise ValueError(
+                f"model.kernel_size is {self.kernel_size}; it must be odd, so that a convolution has a middle."
+            )
+        if self.objective == "ctc":
+            self._check_labels()
+
+    def _check_labels(self) -> None:
+        if not self.alphabet or len(set(self.alphabet)) < len(self.alphabet):
+            raise ValueError(f"model.alphabet is {self.alphabet!r}; give every character of the transcripts once.")
+        if self.vocab_size <= len(self.alphabet):
+            raise ValueError(
+                f"model.vocab_size is {self.vocab_size}, but there are {len(self.alphabet)} characters in "
+                f"model.alphabet and a blank; use at least {len(self.alphabet) + 1}."
+            )
+        if self.target_len > self.seq_len:
+            raise ValueError(
+                f"model.target_len is {self.target_len}, but a token says one label at most and model.seq_len is "
+                f"{self.seq_len}; use at most that."
+            )
+
+
+FAMILIES: Mapping[str, type[ModelConfig]] = {
+    "gpt": GPTConfig,
+    "bert": BertConfig,
+    "t5": T5Config,
+    "moe": MoEConfig,
+    "conformer": ConformerConfig,
+}
+
+
+def _check_distances(num_buckets: int, max_distance: int) -> None:
+    if num_buckets % 4:
+        raise ValueError(
+            f"model.num_buckets is {num_buckets}; it must be a multiple of 4, for two directions with near "
+            "and far distances each."
+        )
+    if max_distance <= num_buckets // 2:
+        raise ValueError(
+            f"model.max_distance is {max_distance}, but the nearest {num_buckets // 2} distances (half "
+            f"of model.num_buckets) have buckets of their own; use at least {num_buckets // 2 + 1}."
+        )
 
 
 def config_class(values: Mapping[str, Any]) -> type[ModelConfig]:

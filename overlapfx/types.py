@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
 
 import jax
 import numpy as np
-from jaxtyping import Array, Float, Float32, Int32, Key
+from jaxtyping import Array, Float, Float32, Int16, Int32, Key
 
 if TYPE_CHECKING:
     # A batch enters a jitted function as NumPy and is seen inside as JAX, which no static checker can tell.
@@ -52,3 +52,26 @@ class SpanBatch(TypedDict):
     mask: Float32[AnyArray, "B T"]
     # 1 for text, 0 for padding of the inputs.
     segments: Int32[AnyArray, "B S"]
+
+
+class SpeechBatch(TypedDict):
+    """Clips of speech, zeros after their end."""
+
+    samples: Int16[AnyArray, "B S"]
+    # Samples before the end.
+    length: Int32[AnyArray, "B"]
+
+
+class TranscribedBatch(SpeechBatch):
+    """Clips with what is said in them."""
+
+    labels: Int32[AnyArray, "B N"]
+    # 1 on labels, from the first one on, 0 after the last one.
+    mask: Float32[AnyArray, "B N"]
+
+
+class HiddenSpeechBatch(SpeechBatch):
+    """Clips of which some tokens are to be hidden."""
+
+    # 1 where a token is hidden and counts in the loss.
+    mask: Float32[AnyArray, "B T"]

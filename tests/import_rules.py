@@ -29,7 +29,7 @@ LEVELS = {
 # Module (with all inside it): the only file that may import it.
 ONLY_IMPORTER = {
     "orbax": "overlapfx/train/checkpoint.py",
-    "tensorflow_datasets": "overlapfx/train/data.py",
+    "tensorflow_datasets": "overlapfx/train/sources.py",
     "grain": "overlapfx/train/data.py",
     "jax._src": "overlapfx/ops/order.py",
 }

@@ -221,7 +221,7 @@ def test_every_suggested_value_is_legal_for_its_field(x: int, y: int, **sizes: i
         ({"name": "a/b"}, "name is 'a/b'; use letters, digits, '.', '_' or '-' only: it names a directory."),
         ({"name": 3}, "name is 3; it must be text."),
         ({"model.gated": 1}, "model.gated is 1; it must be True or False."),
-        ({"model.family": "gtp"}, "model.family is 'gtp'; it must be one of gpt, bert, t5."),
+        ({"model.family": "gtp"}, "model.family is 'gtp'; it must be one of gpt, bert, t5, moe, conformer."),
         ({"model.family": 1}, "model.family is 1; it must be text."),
         (
             {"model.target_len": 4},

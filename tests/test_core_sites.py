@@ -126,9 +126,7 @@ def test_one_site_is_set_apart() -> None:
 def test_a_line_for_the_log() -> None:
     sites = sites_of(mlp_up(2, 4, 1, 3), Overlap(method="exchange", direction="two_whole"))
     line = sites["mlp"].line()
-    assert line.startswith(
-        "mlp: btd,df->btf [gather d over x=4 (72 B), gather d over y=2 (32 B)] -> ring, gather d, "
-    )
+    assert line.startswith("mlp: btd,df->btf [gather d over x=4 (72 B), gather d over y=2 (32 B)] -> ring, gather d, ")
     assert re.search(r" \([\d.e-]+ ms predicted, [\d.e-]+ ms whole; exchange needs a scatter: ring instead", line)
     blocking = sites_of(mlp_up(1, 1, 1, 3), Overlap())["mlp"]
     assert blocking.line() == "mlp: btd,df->btf [no collective] -> blocking (nothing to communicate)"

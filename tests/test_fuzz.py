@@ -49,7 +49,7 @@ class Started(BaseException):
 def in_this_process(monkeypatch) -> None:
     """The command runs here, on the devices that are there, with data that needs no preparation."""
     source = documents.TextSource("toy", [{"text": bytes(range(1, 250)) * 3} for _ in range(8)])
-    monkeypatch.setattr(data, "make_source", lambda config, split: source)
+    monkeypatch.setattr(data, "make_source", lambda *_: source)
     for module in (launch.train, doctor, plan):
         monkeypatch.setattr(module, "prepare", lambda *_: {}, raising=False)
     monkeypatch.setattr(session, "report", lambda *_: None)

@@ -70,6 +70,22 @@ def test_picture_shows_the_run(tmp_path: pathlib.Path, monkeypatch: pytest.Monke
     assert pixels[..., :3].std() > 0.05  # not a blank page
 
 
+def test_shares_that_evaluations_found_have_a_part_of_their_own(tmp_path: pathlib.Path, monkeypatch) -> None:
+    write = MetricsWriter.write
+
+    def with_share(self: MetricsWriter, kind: str, step: int, **values: float) -> None:
+        write(self, kind, step, **(values | ({"label_error": 1 / step, "dropped": 3.0} if kind == "eval" else {})))
+
+    monkeypatch.setattr(MetricsWriter, "write", with_share)
+    figure, _ = draw(tmp_path, monkeypatch, known_chip=True)
+    above, between, below = figure.axes
+    assert [axes.get_ylabel() for axes in (above, below)] == ["loss (nats per token)", "utilization (% of peak)"]
+    assert between.get_ylabel() == "evaluation (%)"
+    steps, percents = lines(between)["label error (last 5.0 %)"]
+    assert steps == [5, 10, 15, 20]
+    assert percents == pytest.approx([20, 10, 100 / 15, 5])
+
+
 def test_unknown_chip_shows_the_rate(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     figure, _ = draw(tmp_path, monkeypatch, known_chip=False)
     assert figure.get_suptitle().endswith("unknown chip")

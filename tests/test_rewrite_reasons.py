@@ -173,7 +173,7 @@ def test_report_reads_well() -> None:
     assert line.startswith("rewritten: AllGather over x of float32[2, 2, 12] with 3 products, rewrite_programs.py:")
     # Python 3.12 and later have no frame of its own for a comprehension.
     assert report.rewritten[0].site.name.split(":")[0] in ("rewrite_programs", "query_key_value")
-    assert "-> ring of gather b, direction one, unroll 1" in line
+    assert "-> ring, gather b, one, unroll 1" in line
 
 
 def test_settings_of_one_site() -> None:

@@ -58,12 +58,23 @@ class MLP(nnx.Module):
             "overlap": self.overlap,
         }
         up: dict[str, Any] = {"lhs_gather": {"d": "x"}, "name": f"{self.name}.up", **shared}
-        activation = ACTIVATIONS[self.activation]
-        if self.gate_DF is None:
-            widened = collective_einsum_grid("btd,df->btf", xs_BTD, [self.up_DF[...]], activation=activation, **up)
-            hs_BTF = [h_BTF for (h_BTF,) in widened]
-        else:
-            widened = collective_einsum_grid("btd,df->btf", xs_BTD, [self.up_DF[...], self.gate_DF[...]], **up)
-            hs_BTF = [up_BTF * activation(gate_BTF) for up_BTF, gate_BTF in widened]
+        hs_BTF = widen("btd,df->btf", xs_BTD, self.up_DF, self.gate_DF, activation=self.activation, **up)
         down: dict[str, Any] = {"out_scatter": {"d": "x"}, "name": f"{self.name}.down", **shared}
         return [y_BTD for (y_BTD,) in collective_einsum_grid("btf,fd->btd", hs_BTF, [self.down_FD[...]], **down)]
+
+
+def widen(
+    spec: str,
+    xs: Sequence[Array],
+    up: nnx.Param,
+    gate: nnx.Param | None,
+    *,
+    activation: str,
+    **settings: Any,
+) -> list[Array]:
+    """The activated projection of every row stripe, gated if there is a `gate`; settings: of the collective einsum."""
+    activate = ACTIVATIONS[activation]
+    if gate is None:
+        return [h for (h,) in collective_einsum_grid(spec, xs, [up[...]], activation=activate, **settings)]
+    widened = collective_einsum_grid(spec, xs, [up[...], gate[...]], **settings)
+    return [value * activate(opening) for value, opening in widened]

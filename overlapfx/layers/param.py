@@ -20,6 +20,13 @@ W_VD = P("x", "y")
 SCALE_D = P("x")
 TABLE_TD = P(None, "x")
 TABLE_RN = P(None, "x")
+TAPS_KC = P(None, "x")
+TAPS_KMC = P(None, None, "x")
+TAPS_KCD = P(None, "y", "x")
+# Of experts, which are cut over y; the router is small.
+W_EDF = P("y", None, "x")
+W_EFD = P("y", "x", None)
+ROUTER_DE = P("x", None)
 
 
 def normal(key: PRNGKey, shape: tuple[int, ...], std: float, layout: P) -> nnx.Param:

@@ -9,6 +9,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Integer
 
+from overlapfx import compat
 from overlapfx.layers import param
 
 
@@ -27,6 +28,11 @@ class RelativeBias(nnx.Module):
         distance = np.arange(1 - num_queries, num_keys)  # of a key from a query, all that there are
         which = bucket(distance, self.table_RN.shape[0], self.max_distance, self.causal)
         return by_distance(jnp.take(self.table_RN[...], which, axis=0).T, num_queries)
+
+
+def vary_like(x_BTD: Float[Array, "B T D"], bias_NTS: Float[Array, "N T S"]) -> Float[Array, "N T S"]:
+    """The bias typed as activations are: the gradient is summed over devices once, not once in every layer."""
+    return compat.vary(bias_NTS, compat.varying_axes(x_BTD) | {"y", "x"})
 
 
 def bucket(

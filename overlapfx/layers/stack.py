@@ -40,6 +40,13 @@ def join(stripes: Sequence[Array]) -> Shaped[Array, "B *rest"]:
 X = TypeVar("X", Array, tuple[Array, ...])
 
 
+def recomputed(layer: Callable[..., Any], remat: str) -> Callable[..., Any]:
+    """`layer`, of which the backward pass recomputes what `remat` says: "none", "all" or "attention"."""
+    if remat == "none":
+        return layer
+    return jax.checkpoint(layer, policy=REMAT_POLICIES[remat], prevent_cse=False)
+
+
 def run(
     blocks: Any,
     x_BTD: X,
@@ -63,6 +70,4 @@ def run(
         layer_key = None if key is None else jax.random.fold_in(key, index)
         return call(nnx.merge(template, params), x, layer_key), None
 
-    if remat != "none":
-        layer = jax.checkpoint(layer, policy=REMAT_POLICIES[remat], prevent_cse=False)
-    return lax.scan(layer, x_BTD, (stacked, jnp.arange(num_layers)))[0]
+    return lax.scan(recomputed(layer, remat), x_BTD, (stacked, jnp.arange(num_layers)))[0]

@@ -131,7 +131,7 @@ def collective_einsum_grid(
     bias_labels: str = "",
     activation: Callable[[Array], Array] | None = None,
 ) -> list[list[Shaped[Array, "..."]]]:
-    """Every left operand times every right one, [i][j] from lhs[i] and rhs[j]; see `collective_einsum`.
+    """Every left operand times every right one, `[i][j]` from lhs[i] and rhs[j]; see `collective_einsum`.
 
     Left operands are the row stripes of one activation: they share the gathers of the right operands, and while the
     collective of one stripe is under way the others compute. The gradient of a right operand is summed over all of

@@ -63,5 +63,7 @@ def psum_scatter(x: Shaped[Array, "..."], axes: tuple[str, ...], dim: int) -> Sh
 def all_to_all(x: Shaped[Array, "..."], axes: tuple[str, ...], dim: int) -> Shaped[Array, "..."]:
     """Shard j of `dim` goes to device j; received shards are stacked along a new leading dimension, by source."""
     num_devices = size(axes)
+    if num_devices == 1:
+        return compat.vary(x, frozenset(axes))[None]
     parts = x.reshape(*x.shape[:dim], num_devices, x.shape[dim] // num_devices, *x.shape[dim + 1 :])
     return lax.all_to_all(jax.numpy.moveaxis(parts, dim, 0), axes, split_axis=0, concat_axis=0, tiled=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from overlapfx.families import ModelConfig, T5Config
+from overlapfx.families import ConformerConfig, ModelConfig, MoEConfig, T5Config
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +64,41 @@ def encoder_decoder_step(model: T5Config, num_sequences: int) -> StepFlops:
     decoder = _attention(model, target, target, causal=True) + _attention(model, target, source, causal=False)
     stacks = [(model.num_layers, encoder), (model.num_decoder_layers, decoder + _mlp(model, target))]
     return _step(model, num_sequences, stacks, num_logits=target)
+
+
+def mixture_step(model: MoEConfig, num_sequences: int) -> StepFlops:
+    """The same for a decoder in which every second layer is a mixture of experts.
+
+    Counted is what the tokens need: the router, and the experts that a token chooses, whether they have room for it or
+    not. That the program computes an expert's empty places too counts as little as the masked half of attention.
+    """
+    length = model.seq_len
+    attention = _attention(model, length, length, causal=True)
+    router = _Layer(other=2 * length * model.d_model * model.num_experts)
+    expert = _mlp(dataclasses.replace(model, gated=model.gated_experts), length * model.experts_per_token)
+    layers = (attention + _mlp(model, length), attention + router + expert)
+    return _step(model, num_sequences, [(model.num_layers // 2, layer) for layer in layers], num_logits=length)
+
+
+def speech_step(model: ConformerConfig, num_sequences: int) -> StepFlops:
+    """A conformer: two perceptrons, attention that sees all of a clip, and a convolution in every layer.
+
+    Of a layer's convolution the projections count, 3 M^2 multiply-adds a token. What is no product of matrices does not
+    count here either: the convolution of each channel along time, kernel_size * M multiply-adds a token (0.007 % of
+    those of the 10B config). Nor do the features and the targets, which have no parameters and no gradient. The first
+    of the convolutions that make tokens of frames has no gradient of its input. Recomputed with remat "all": every
+    product of a layer, since the norm that ends it needs the value of the last one too; with "attention": all but
+    context and output of the attention.
+    """
+    length = model.seq_len
+    perceptron = _mlp(model, length).forward
+    convolution = 3 * 2 * length * model.d_model**2
+    layer = _attention(model, length, length, causal=False) + _Layer(other=2 * perceptron + convolution)
+    first = 2 * 2 * length * 3 * model.num_mels * model.conv_channels  # at twice as many places as there are tokens
+    second = 2 * length * 3 * model.conv_channels * model.d_model
+    step = _step(model, num_sequences, [(model.num_layers, layer)], num_logits=length)
+    outside = num_sequences * (2 * first + 3 * second)
+    return StepFlops(model=step.model + outside, hardware=step.hardware + outside)
 
 
 def _one_stack(model: ModelConfig, num_sequences: int, causal: bool) -> StepFlops:

@@ -82,9 +82,11 @@ class Console:
 def step_line(step: int, num_steps: int, values: Mapping[str, Any]) -> str:
     """One step in one line, columns aligned from step to step."""
     width = len(str(num_steps))
+    dropped = f"dropped {percent(100 * values['dropped_tokens'])}  " if "dropped_tokens" in values else ""
     return (
         f"step {step:>{width}}/{num_steps}  loss {values['loss']:.4f}  grad norm {values['grad_norm']:.3g}  "
         f"lr {values['learning_rate']:.2e}  {values['step_s'] * 1e3:.1f} ms  {values['tokens_per_s']:,.0f} tokens/s  "
+        f"{dropped}"
         f"{values['model_tflops_per_device']:.3g} TFLOP/s/device  "
         f"MFU {percent(values['mfu_percent'])}  HFU {percent(values['hfu_percent'])}"
     )

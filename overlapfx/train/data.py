@@ -1,32 +1,21 @@
-"""Batches of byte tokens from TFDS text data sets, where batch k is a pure function of (seed, k)."""
+"""Batches of examples, where batch k is a pure function of (seed, k)."""
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import hashlib
-import logging
 import operator
-import os
-import shutil
-import sys
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 from types import TracebackType
-from typing import Any, ClassVar
+from typing import Any
 
 import grain
 import numpy as np
-import tensorflow_datasets as tfds
 from absl import flags
 
-from overlapfx.config import DataConfig
-from overlapfx.train import pystdlib
-from overlapfx.train.directories import make_directory
-from overlapfx.train.documents import Shard, TextSource, cache_dir
+from overlapfx.train.documents import Source, SpeechSource, TextSource
 from overlapfx.train.objectives import Objective
 from overlapfx.train.packing import SEPARATOR, VOCAB_SIZE, Batch, Row, decode, encode, process_rows
+from overlapfx.train.sources import make_source
 
 __all__ = [
     "SEPARATOR",
@@ -34,6 +23,8 @@ __all__ = [
     "Batch",
     "BatchStream",
     "Batches",
+    "Source",
+    "SpeechSource",
     "TextSource",
     "decode",
     "encode",
@@ -42,7 +33,6 @@ __all__ = [
 ]
 
 _BATCHES_AHEAD = 4
-_log = logging.getLogger(__name__)
 
 
 class Batches:
@@ -59,7 +49,7 @@ class Batches:
 
     def __init__(
         self,
-        source: TextSource,
+        source: Source,
         *,
         objective: Objective,
         global_batch: int,
@@ -112,7 +102,7 @@ class BatchStream:
 
     def __init__(
         self,
-        source: TextSource,
+        source: Source,
         *,
         objective: Objective,
         global_batch: int,
@@ -208,7 +198,7 @@ def _copy(batch: Batch) -> Batch:
 
 
 def eval_batches(
-    source: TextSource,
+    source: Source,
     *,
     objective: Objective,
     global_batch: int,
@@ -236,130 +226,3 @@ def eval_batches(
             yield _batch(objective, {r: rows[r] for r in chosen}, 0, len(own))
 
     return generate()
-
-
-def make_source(data: DataConfig, split: str) -> TextSource:
-    """The documents of `split` of the data set that `data` names.
-
-    "pystdlib" is prepared on first use, below data.data_dir or else the user's cache directory. Any other name ("name",
-    "name/config" or "name/config:version") is a TFDS data set with a "text" feature that was prepared there in the
-    ArrayRecord format. `split` may be any TFDS split expression, such as "train[:1%]".
-
-    Raises:
-        ValueError: the data set is unknown or not prepared, has no text, no such split, another format, or a file that
-            is missing or damaged.
-    """
-    data_dir = Path(data.data_dir).expanduser() if data.data_dir else cache_dir()
-    if data.name == "pystdlib":
-        builder = tfds.builder_from_directory(_prepare_pystdlib(data_dir))
-    else:
-        builder = _find_prepared(data.name, data_dir)
-    shards = _check(builder, split)
-    name = f"{builder.info.full_name}:{split}"
-    records = builder.as_data_source(split)
-    return TextSource(name, records, shards, cache=cache_dir() / "lengths", max_skipped=data.max_skipped_records)
-
-
-def _find_prepared(name: str, data_dir: Path) -> tfds.core.DatasetBuilder:
-    try:
-        return tfds.core.read_only_builder.builder_from_files(name, data_dir=data_dir)
-    except tfds.core.DatasetNotFoundError:
-        base = name.split("/")[0].split(":")[0]
-        if base in tfds.list_builders(with_community_datasets=False):
-            remedy = f"prepare it with `tfds build {name} --file_format=array_record --data_dir={data_dir}`"
-        else:
-            remedy = "TFDS knows no data set of this name, so correct data.name or data.data_dir"
-        raise ValueError(f"data.name {name!r} is not prepared below {data_dir}: {remedy}.") from None
-
-
-def _check(builder: tfds.core.DatasetBuilder, split: str) -> list[Shard]:
-    """The files of a split, all of which exist; refuses what has no text or no random access."""
-    info = builder.info
-    features = dict(info.features.items()) if isinstance(info.features, tfds.features.FeaturesDict) else {}
-    if not isinstance(features.get("text"), tfds.features.Text):
-        raise ValueError(
-            f"{info.full_name} has no text feature named 'text', only {', '.join(features) or 'other features'}; "
-            "choose another data.name."
-        )
-    if tfds.core.FileFormat.ARRAY_RECORD not in info.available_file_formats():
-        found = info.file_format.value if info.file_format else "an unknown format"
-        raise ValueError(
-            f"{info.full_name} in {builder.data_dir} is prepared as {found}, which has no random access; prepare it "
-            "again with --file_format=array_record."
-        )
-    try:
-        instructions = info.splits[split].file_instructions
-    except (KeyError, ValueError):
-        known = ", ".join(info.splits) or "none at all"
-        raise ValueError(f"{info.full_name} has no split {split!r}; its splits are {known}.") from None
-    if not instructions:
-        raise ValueError(f"Split {split!r} of {info.full_name} in {builder.data_dir} is empty; choose another split.")
-    for instruction in instructions:
-        if not os.path.exists(instruction.filename):
-            raise ValueError(
-                f"{instruction.filename}, a file of {info.full_name}, is missing; remove its directory and prepare the "
-                "data set again."
-            )
-    return [Shard(instruction.filename, instruction.skip, instruction.take) for instruction in instructions]
-
-
-def _prepare_pystdlib(data_dir: Path) -> Path:
-    """The directory of the prepared standard library of this Python, written first if it is not there.
-
-    Its name holds the version of Python and a digest of the files. It appears complete or not at all, and of several
-    processes that need it one writes while the others wait.
-    """
-    files = pystdlib.collect()
-    builder_class = _pystdlib_builder(files)
-    config = builder_class.BUILDER_CONFIGS[0].name
-    directory = data_dir / "pystdlib" / config / str(builder_class.VERSION)
-    if directory.exists():
-        return directory
-    make_directory(data_dir, "The data directory", "set data.data_dir to a place that can be written")
-    with open(data_dir / "pystdlib.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # the system releases it even if this process is killed
-        if not directory.exists():
-            for leftover in directory.parent.glob("incomplete.*"):  # its writer was killed, else it would have the lock
-                shutil.rmtree(leftover)
-            _log.info("Preparing %d source files of the standard library in %s", len(files), directory)
-            with _quiet_tfds(), tempfile.TemporaryDirectory() as unused:
-                builder = builder_class(data_dir=data_dir, file_format="array_record")
-                builder.download_and_prepare(download_dir=unused)
-    return directory
-
-
-def _pystdlib_builder(files: Sequence[pystdlib.SourceFile]) -> type[tfds.core.GeneratorBasedBuilder]:
-    class Builder(tfds.core.GeneratorBasedBuilder, skip_registration=True):  # type: ignore[call-arg]
-        """Source files of the Python standard library; the version is Python's, the config a digest of the files."""
-
-        name = "pystdlib"
-        VERSION = tfds.core.Version(".".join(map(str, sys.version_info[:3])))
-        # Nothing is downloaded, and TFDS's own search for a list of addresses imports a package it does not require.
-        url_infos = None
-        BUILDER_CONFIGS: ClassVar = [tfds.core.BuilderConfig(name=f"files_{pystdlib.fingerprint(files)}")]
-
-        def _info(self) -> tfds.core.DatasetInfo:
-            text = tfds.features.Text()
-            features = tfds.features.FeaturesDict({"name": text, "text": text})
-            return tfds.core.DatasetInfo(builder=self, features=features)  # dataset_info_from_configs needs TensorFlow
-
-        def _split_generators(self, dl_manager: tfds.download.DownloadManager) -> dict[str, Iterator[Any]]:
-            return {split: self._generate_examples(split) for split in pystdlib.SPLITS}
-
-        def _generate_examples(self, split: str) -> Iterator[tuple[str, dict[str, Any]]]:
-            for file in files:
-                if pystdlib.split_of(file.name) == split:
-                    yield file.name, {"name": file.name, "text": file.text}
-
-    return Builder
-
-
-@contextlib.contextmanager
-def _quiet_tfds() -> Iterator[None]:
-    """Without TFDS's announcement of a download of unknown size, and bars for what takes a fraction of a second."""
-    tfds.disable_progress_bar()
-    try:
-        with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
-            yield
-    finally:
-        tfds.enable_progress_bar()

@@ -1,7 +1,9 @@
-"""The documents of one split of a text data set, with random access to their bytes."""
+"""The records of one split of a data set, with random access to what is read of them."""
 
 from __future__ import annotations
 
+import abc
+import dataclasses
 import hashlib
 import json
 import logging
@@ -9,10 +11,10 @@ import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
-from jaxtyping import Int64, UInt8
+from jaxtyping import Int16, Int64, UInt8
 
 from overlapfx.train.packing import clean
 from overlapfx.train.stops import DataError
@@ -29,8 +31,12 @@ class Shard(NamedTuple):
     number: int
 
 
+class Unreadable(Exception):
+    """A record holds something else than what it is read for; the message says what."""
+
+
 class Records(Protocol):
-    """Records with random access, each with a "text" of UTF-8 bytes."""
+    """Records with random access."""
 
     def __len__(self) -> int:
         """Number of records."""
@@ -39,13 +45,20 @@ class Records(Protocol):
         """One record."""
 
 
-class TextSource:
-    """Documents as arrays of bytes; it can be pickled, for processes that read ahead.
+class Source(abc.ABC):
+    """What is read of each record; it can be pickled, for processes that read ahead.
 
-    name: identifies data set, version and split, and so the content and the order of the documents.
-    lengths: int64 [documents], bytes of each document, without NUL.
-    skipped: a sentence for every record that cannot be read, and counts as an empty document.
+    name: identifies data set, version and split, and so the content and the order of the records.
+    lengths: int64 [records], the length of each, in the source's own unit.
+    skipped: a sentence for every record that cannot be read, and counts as an empty one.
     """
+
+    unit: ClassVar[str]
+
+    @staticmethod
+    @abc.abstractmethod
+    def _decode(record: Mapping[str, Any]) -> Any:
+        """What is read of a record, which has a length; raises Unreadable."""
 
     def __init__(
         self,
@@ -59,7 +72,7 @@ class TextSource:
 
         Args:
             name: see the class.
-            records: the documents.
+            records: what is read.
             shards: where the records are, in order.
             cache: directory where the lengths are kept; None counts them every time.
             max_skipped: how many records may be unreadable.
@@ -75,33 +88,30 @@ class TextSource:
         if len(broken) > max_skipped:
             self._refuse(broken, max_skipped)
         self.skipped = tuple(f"{self._locate(index)} cannot be read and is skipped." for index in broken)
-        self.lengths: Int64[np.ndarray, " documents"] = np.maximum(lengths, 0)
+        self.lengths: Int64[np.ndarray, " records"] = np.maximum(lengths, 0)
 
     def __len__(self) -> int:
         return len(self._records)
 
-    def __getitem__(self, index: int, /) -> UInt8[np.ndarray, " bytes"]:
-        """The bytes of one document, without NUL.
+    def __getitem__(self, index: int, /) -> Any:
+        """What is read of one record.
 
         Raises:
             DataError: the record cannot be read, or has another length than it had when the lengths were counted.
         """
-        text = self._read(index)
-        if len(text) != self.lengths[index]:
+        content = self._read(index)
+        if len(content) != self.lengths[index]:
             raise DataError(
-                f"{self._locate(index)} has {len(text)} bytes of text where {self.lengths[index]} were counted before; "
-                "something changed the files during the run, so start again."
+                f"{self._locate(index)} has {len(content)} {self.unit} where {self.lengths[index]} were counted "
+                "before; something changed the files during the run, so start again."
             )
-        return text
+        return content
 
-    def _read(self, index: int) -> UInt8[np.ndarray, " bytes"]:
+    def _read(self, index: int) -> Any:
         try:
-            text = self._records[index]["text"]
-        except RuntimeError as error:  # what the ArrayRecord reader raises for files that are damaged or gone
+            return self._decode(self._records[index])
+        except (RuntimeError, Unreadable) as error:  # ArrayRecord raises the former for files that are damaged or gone
             raise DataError(self._unreadable(index, str(error))) from error
-        if not isinstance(text, bytes):  # that reader takes a file cut short at a block for one of empty records
-            raise DataError(self._unreadable(index, f"its text is {text!r}"))
-        return clean(text)
 
     def _refuse(self, broken: list[int], max_skipped: int) -> None:
         allowed = f" ({len(broken)} such records, data.max_skipped_records is {max_skipped})"
@@ -125,7 +135,7 @@ class TextSource:
             position -= shard.number
         return f"Record {index} of {self.name}"
 
-    def _count_lengths(self) -> Int64[np.ndarray, " documents"]:
+    def _count_lengths(self) -> Int64[np.ndarray, " records"]:
         return np.array([self._length(i) for i in range(len(self._records))], np.int64)
 
     def _length(self, index: int) -> int:
@@ -134,7 +144,7 @@ class TextSource:
         except DataError:
             return _UNREADABLE
 
-    def _known_lengths(self, cache: Path) -> Int64[np.ndarray, " documents"]:
+    def _known_lengths(self, cache: Path) -> Int64[np.ndarray, " records"]:
         """The lengths kept in `cache`, or counted and kept there; their key changes when a file is written anew."""
         stats = [os.stat(shard.file) for shard in self._shards]
         key = json.dumps([self.name, self._shards, [(stat.st_size, stat.st_mtime_ns) for stat in stats]])
@@ -149,8 +159,47 @@ class TextSource:
                 np.save(file, lengths)
             os.replace(file.name, path)
         except OSError as error:  # without a cache the next start takes longer, nothing else
-            _log.warning("The lengths of the documents could not be kept in %s: %s", path, error)
+            _log.warning("The lengths of the records could not be kept in %s: %s", path, error)
         return lengths
+
+
+class TextSource(Source):
+    """Documents as arrays of bytes without NUL, uint8 [bytes], from records with a "text" of UTF-8."""
+
+    unit = "bytes of text"
+
+    @staticmethod
+    def _decode(record: Mapping[str, Any]) -> UInt8[np.ndarray, " bytes"]:
+        text = record["text"]
+        if not isinstance(text, bytes):  # the reader takes a file cut short at a block for one of empty records
+            raise Unreadable(f"its text is {text!r}")
+        return clean(text)
+
+
+@dataclasses.dataclass(frozen=True)
+class Clip:
+    """Samples of 16 bits, and the UTF-8 text that is said; its length is that of the samples."""
+
+    samples: Int16[np.ndarray, " samples"]
+    text: bytes
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+
+class SpeechSource(Source):
+    """Clips, from records with "speech" in samples of 16 bits and a "text"."""
+
+    unit = "samples"
+
+    @staticmethod
+    def _decode(record: Mapping[str, Any]) -> Clip:
+        samples, text = record["speech"], record["text"]
+        if not (isinstance(samples, np.ndarray) and samples.ndim == 1 and np.can_cast(samples.dtype, np.int16)):
+            raise Unreadable("its speech is no row of samples of 16 bits")
+        if not isinstance(text, bytes):
+            raise Unreadable(f"its text is {text!r}")
+        return Clip(samples.astype(np.int16), text)
 
 
 def _load_lengths(path: Path, number: int) -> np.ndarray | None:
@@ -160,7 +209,7 @@ def _load_lengths(path: Path, number: int) -> np.ndarray | None:
     try:
         lengths = np.load(path, allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
-        _log.warning("%s is damaged (%s); the lengths of the documents are counted again", path, error)
+        _log.warning("%s is damaged (%s); the lengths of the records are counted again", path, error)
         return None
     return (
         lengths

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 from jaxtyping import Bool
@@ -24,11 +24,17 @@ class Objective(Protocol):
     """How a model is trained; equal objectives make equal examples, and their repr is kept with saved positions."""
 
     @property
+    def sample_rate(self) -> int | None:
+        """Of the speech that it reads, in samples per second; None if it reads text."""
+
+    @property
     def fields(self) -> Mapping[str, Field]:
         """The arrays of an example; zeros are an example that counts nothing."""
 
-    def rows(self, documents: Documents) -> Rows:
-        """The rows that examples are made of."""
+    def rows(self, source: Any) -> Any:
+        """The rows that examples are made of, a sequence; `source`: a TextSource, or a SpeechSource if it has a
+        sample rate.
+        """
 
     def example(self, row: Row, rng: np.random.Generator) -> Row:
         """The example made of a row; all chance comes from `rng`."""
@@ -43,6 +49,7 @@ def _text_fields(seq_len: int) -> dict[str, Field]:
 class NextToken:
     """Every token predicts the one that follows; examples are those of `packing.Rows`."""
 
+    sample_rate: ClassVar[None] = None
     seq_len: int
 
     @property
@@ -68,6 +75,7 @@ class MaskedTokens:
     where chosen; segments: as in the row.
     """
 
+    sample_rate: ClassVar[None] = None
     seq_len: int
     vocab_size: int
 
@@ -112,6 +120,7 @@ class SpanCorruption:
     a row vocab_size - 1, the next vocab_size - 2. As much text is read as fills the inputs.
     """
 
+    sample_rate: ClassVar[None] = None
     seq_len: int
     target_len: int
     vocab_size: int

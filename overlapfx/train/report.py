@@ -1,4 +1,4 @@
-"""The picture of a run: loss and utilization over steps, drawn from its metrics file."""
+"""The picture of a run: loss, what evaluations found, utilization over steps, drawn from its metrics file."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from overlapfx.train.metrics import read_metrics
 
 # Dark enough on white, and told apart by people with any colour vision.
 _BLUE, _ORANGE, _GRAY = "#0072B2", "#D55E00", "#666666"
+# What evaluations find besides the loss that is a share of something, so that it can be drawn in percent.
+_SHARES = ("accuracy", "label_error")
 
 
 def write_report(
@@ -27,7 +29,8 @@ def write_report(
     mesh: Mapping[str, int],
     chip: str | None,
 ) -> None:
-    """Draws loss (training and evaluation) above utilization, both over steps, as a PNG; replaces an earlier one.
+    """Draws loss (training and evaluation), shares that evaluations found if they did, and utilization, over steps, as
+    a PNG; replaces an earlier one.
 
     Args:
       metrics_file: the metrics.jsonl of the run.
@@ -45,13 +48,19 @@ def write_report(
     if not train:
         raise ValueError(f"{metrics_file} holds no finished step to draw; train at least one step.")
     # The object interface draws without a window system, and leaves no global state behind.
-    figure = Figure(figsize=(9, 6.5), layout="constrained", dpi=120)
+    evals = [record for record in records if record["kind"] == "eval"]
+    shares = [share for share in _SHARES if any(share in record for record in evals)]
+    figure = Figure(figsize=(9, 6.5 + 2 * bool(shares)), layout="constrained", dpi=120)
     FigureCanvasAgg(figure)
-    above, below = figure.subplots(2, 1, sharex=True, height_ratios=[3, 2])
+    above, *between, below = figure.subplots(
+        2 + bool(shares), 1, sharex=True, height_ratios=[3, *([2] if shares else []), 2]
+    )
     figure.suptitle(_title(name, num_params, mesh, chip), fontsize=12)
-    _draw_loss(above, train, [record for record in records if record["kind"] == "eval"])
+    _draw_loss(above, train, evals)
+    for axes in between:
+        _draw_shares(axes, evals, shares)
     _draw_utilization(below, train)
-    for axes in (above, below):
+    for axes in (above, *between, below):
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
         for record in records:
@@ -87,6 +96,16 @@ def _draw_loss(axes: Axes, train: list[dict[str, Any]], evals: list[dict[str, An
         label = f"evaluation (last {losses[-1]:.3f})"
         axes.plot(steps, losses, color=_ORANGE, marker="o", markersize=4, linewidth=1.2, label=label)
     axes.set_ylabel("loss (nats per token)")
+    axes.legend(frameon=False)
+
+
+def _draw_shares(axes: Axes, evals: list[dict[str, Any]], shares: list[str]) -> None:
+    for share, color in zip(shares, (_ORANGE, _BLUE), strict=False):
+        points = [(record["step"], 100 * record[share]) for record in evals if share in record]
+        label = f"{share.replace('_', ' ')} (last {points[-1][1]:.1f} %)"
+        axes.plot(*zip(*points, strict=True), color=color, marker="o", markersize=4, linewidth=1.2, label=label)
+    axes.set_ylabel("evaluation (%)")
+    axes.set_ylim(bottom=0)
     axes.legend(frameon=False)
 
 

@@ -45,8 +45,9 @@ def make_train_step(
     If the loss or a gradient is not finite, the state comes back as it was, key and counters included.
 
     metrics: scalars loss (nats per counted token, before the update), grad_norm (before clipping), learning_rate,
-        tokens (counted), skipped (1 if there was no update); and finite_leaves, bool [number of parameter arrays],
-        for which gradients the sum of squares is finite, in the order of `jax.tree.leaves(state.params)`.
+        tokens (counted), skipped (1 if there was no update), what else the model's `loss` finds; and finite_leaves,
+        bool [number of parameter arrays], for which gradients the sum of squares is finite, in the order of
+        `jax.tree.leaves(state.params)`.
     partitioning: "xla" hands the same model to XLA's own partitioner instead, without overlap of ours: the baseline
         that plans compare with. Parameters and activations lie as in the other form.
     scheduler: who orders forward and backward pass, see `ops.order.impose`; only in shard_map.
@@ -58,7 +59,7 @@ def make_train_step(
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         key = jax.random.fold_in(state.key, state.step) if dropout else None
         with cost.pricing(here):
-            nll_sum, count, grads = gradients(state.params, batch, key)
+            nll_sum, count, grads, found = gradients(state.params, batch, key)
         with jax.named_scope(OPTIMIZER):
             # A batch without a counted token has no gradient rather than 0 / 0.
             scale = 1.0 / jnp.maximum(count, 1.0)
@@ -70,6 +71,7 @@ def make_train_step(
                 "grad_norm": optax.tree.norm(grads),
                 "learning_rate": jnp.asarray(schedule(state.step), jnp.float32),
                 "tokens": count,
+                **{name: value / jnp.maximum(counted, 1.0) for name, (value, counted) in found.items()},
             }
             updated = TrainState(state.step + 1, params, opt_state, state.key)
             return _unless_broken(state, updated, grads, metrics)
@@ -109,7 +111,8 @@ def make_eval_step(mesh: Mesh, model: Model) -> Callable[[Params, Batch], Evalua
 
 def make_gradients(mesh: Mesh, model: Model, *, grad_accum: int, scheduler: str = "compiler") -> Any:
     """A jitted function (params, global batch, dropout key) -> (summed loss, counted tokens, gradients of the sum)."""
-    return jax.jit(_gradients_fn(mesh, model, grad_accum, "shard_map", scheduler))
+    gradients = _gradients_fn(mesh, model, grad_accum, "shard_map", scheduler)
+    return jax.jit(lambda params, batch, key: gradients(params, batch, key)[:3])
 
 
 def _global_rows(axes: tuple[str, ...], batch: Batch) -> Array:
@@ -125,36 +128,36 @@ def _cut(x: Array, num_micros: int) -> Array:
 
 def _gradients_fn(
     mesh: Mesh, model: Model, grad_accum: int, partitioning: str, scheduler: str
-) -> Callable[..., tuple[Array, Array, Params]]:
-    """(params, batch, key) -> summed loss, counted tokens, gradient of the *sum*: the caller divides once, so that
-    every
-    token weighs the same whatever the micro-batch or device it is on.
+) -> Callable[..., tuple[Array, Array, Params, Evaluation]]:
+    """(params, batch, key) -> summed loss, counted tokens, gradient of the *sum*, what else the model found: the caller
+    divides once, so that every token weighs the same whatever the micro-batch or device it is on.
     """
     axes = batch_axes(mesh)
 
-    def local(params: Params, batch: Batch, key: PRNGKey | None) -> tuple[Array, Array, Params]:
+    def local(params: Params, batch: Batch, key: PRNGKey | None) -> tuple[Array, Array, Params, Evaluation]:
         rows = _global_rows(axes, batch)
 
-        def summed_loss(params: Params, micro: Any) -> tuple[Array, Array]:
+        def summed_loss(params: Params, micro: Any) -> tuple[Array, tuple[Array, Evaluation]]:
             micro_batch, micro_rows = micro
-            nll_sum, count = model.bind(params).loss(micro_batch, micro_rows, key)
-            return lax.psum(nll_sum, axes), lax.psum(count, axes)
+            nll_sum, count, *found = model.bind(params).loss(micro_batch, micro_rows, key)
+            return lax.psum(nll_sum, axes), lax.psum((count, found[0] if found else {}), axes)
 
         grad_fn = jax.value_and_grad(summed_loss, has_aux=True)
         if grad_accum == 1:
-            (nll_sum, count), grads = grad_fn(params, (batch, rows))
-            return nll_sum, count, grads
+            (nll_sum, (count, found)), grads = grad_fn(params, (batch, rows))
+            return nll_sum, count, grads, found
         micros = jax.tree.map(lambda x: _cut(x, grad_accum), (batch, rows))
 
         def accumulate(total: Any, micro: Any) -> tuple[Any, None]:
             return jax.tree.map(jnp.add, total, grad_fn(params, micro)), None
 
         zeros = jax.tree.map(lambda p: compat.vary(jnp.zeros(p.shape, p.dtype), compat.varying_axes(p)), params)
-        start = ((jnp.zeros(()), jnp.zeros(())), zeros)
-        ((nll_sum, count), grads), _ = lax.scan(accumulate, start, micros)
-        return nll_sum, count, grads
+        sums = jax.eval_shape(summed_loss, params, jax.tree.map(lambda x: x[0], micros))
+        start = (jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), sums), zeros)
+        ((nll_sum, (count, found)), grads), _ = lax.scan(accumulate, start, micros)
+        return nll_sum, count, grads, found
 
-    out_specs = (P(), P(), model.layouts)
+    out_specs = (P(), P(), model.layouts, P())
     if partitioning == "xla":
         return _whole(local, mesh, out_specs)
     specs = (model.layouts, batch_spec(mesh), P())
