@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help train test quick lint types format clean
+.PHONY: help train test quick docs lint types format clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -24,6 +24,9 @@ test: $(INSTALLED) lint types ## lint, types, then the whole test suite (ARGS=..
 
 quick: $(INSTALLED) ## the tests that take a few seconds each at most
 	$(BIN)/python -m pytest $(PYTEST_WORKERS) -m "not slow" $(ARGS)
+
+docs: $(INSTALLED) ## the documentation site in build/site; a broken link is an error
+	$(BIN)/python -m mkdocs build --strict -f .ci/mkdocs.yml
 
 lint: $(INSTALLED) ## ruff: rules and layout
 	$(BIN)/ruff check .
@@ -44,5 +47,5 @@ clean: ## remove the virtual environment with all caches inside the tree
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed, this is " + sys.version.split()[0] + "; try make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
 	@test -x $(BIN)/pip || $(PYTHON) -m venv --clear $(VENV)
-	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[plan,test]'
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[plan,docs,test]'
 	@touch $@

@@ -8,24 +8,25 @@ import importlib.util
 import os
 import pathlib
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 # Packages with code that ends up in a compiled step, or prices it.
 _PACKAGES = ("jax", "jaxlib", "libtpu", "flax", "optax", "numpy")
-_CODE = ("overlapfx", "models")
+CODE = ("overlapfx", "models")
 _VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 
 
-def code_hash() -> str:
-    """A hash of every source file that may decide a result; changes with any change of them."""
+def code_hash(modules: Sequence[str] = CODE) -> str:
+    """A hash of every source file that may decide a result, packages with all in them; changes with any change."""
     digest = hashlib.sha256()
-    for package in _CODE:
-        spec = importlib.util.find_spec(package)
+    for module in modules:
+        spec = importlib.util.find_spec(module)
         assert spec is not None and spec.origin is not None
         root = pathlib.Path(spec.origin).parent
-        for file in sorted(root.rglob("*.py")):
-            digest.update(f"{package}/{file.relative_to(root).as_posix()}\0".encode())
+        files = sorted(root.rglob("*.py")) if spec.submodule_search_locations else [pathlib.Path(spec.origin)]
+        for file in files:
+            digest.update(f"{module}/{file.relative_to(root).as_posix()}\0".encode())
             digest.update(file.read_bytes() + b"\0")
     return digest.hexdigest()
 

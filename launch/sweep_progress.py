@@ -21,11 +21,14 @@ from launch.sweep_rank import FITS, Row, duration
 
 
 class SweepProgress:
-    """A context manager; `num_points` are to be worked off, on `file` (default: standard error)."""
+    """A context manager; `num_points` are to be worked off, on `file` (default: standard error).
 
-    def __init__(self, num_points: int, file: TextIO | None = None) -> None:
+    lacking: what is said of those that did not come out as hoped.
+    """
+
+    def __init__(self, num_points: int, file: TextIO | None = None, lacking: str = "without a step that fits") -> None:
         self._file = sys.stderr if file is None else file
-        self._num_points = num_points
+        self._num_points, self._lacking = num_points, lacking
         self._done = self._bad = 0
         self._busy: list[str] = []
         self._bar: Progress | None = None
@@ -56,11 +59,14 @@ class SweepProgress:
 
     def done(self, row: Row) -> None:
         """A point has a result, or none and a reason."""
-        name = str(row.point)
+        self.finished(str(row.point), _result(row), row.state == FITS)
+
+    def finished(self, name: str, result: str, good: bool) -> None:
+        """As `done`, for work of any kind: its `result` in words, and whether it is what was hoped for."""
         self._busy = [other for other in self._busy if other != name]
         self._done += 1
-        self._bad += row.state != FITS
-        self._line(f"[{self._done}/{self._num_points}] {name}: {_result(row)}")
+        self._bad += not good
+        self._line(f"[{self._done}/{self._num_points}] {name}: {result}")
         self._show()
 
     def note(self, text: str) -> None:
@@ -75,7 +81,7 @@ class SweepProgress:
 
     def _show(self) -> None:
         if self._bar is not None:
-            without = f"{self._bad} without a step that fits; " if self._bad else ""
+            without = f"{self._bad} {self._lacking}; " if self._bad else ""
             self._bar.update(self._task, completed=self._done, description=f"{without}{', '.join(self._busy)}")
 
 

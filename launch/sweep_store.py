@@ -1,4 +1,4 @@
-"""The results of sweeps on disk: one line per point, only ever appended, so that a killed sweep loses nothing."""
+"""Results on disk: one line per point, only ever appended, so that a killed process loses nothing."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ _BEGINNING = '{"format": '  # of every line
 
 
 class Store:
-    """The open results of a directory, locked against other sweeps until `close`; a context manager.
+    """The open results of a directory, locked against other processes until `close`; a context manager.
 
+    option: what errors call the directory.
     `results` holds the newest record by key. A record is a JSON object with "key" and whatever else the writer knows.
     `torn` counts pieces of lines that killed writers left behind; they are skipped.
 
@@ -27,18 +28,18 @@ class Store:
       ValueError: the directory cannot be made, is in use by another sweep, or its file is not one of ours.
     """
 
-    def __init__(self, folder: pathlib.Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: pathlib.Path, option: str = "--out") -> None:
+        self.folder, self._option = folder, option
         self.path = folder / FILE_NAME
         self.results: dict[str, dict[str, Any]] = {}
         self.torn = 0
         if folder.exists() and not folder.is_dir():
-            raise ValueError(f"--out is {folder}, which is a file; give a directory.")
+            raise ValueError(f"{option} is {folder}, which is a file; give a directory.")
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._lock = take_lock(folder / _LOCK_NAME, f"--out={folder}")
+            self._lock = take_lock(folder / _LOCK_NAME, f"{option}={folder}")
         except OSError as error:
-            raise ValueError(f"--out={folder} cannot be written to ({error.strerror}); choose another.") from error
+            raise ValueError(f"{option}={folder} cannot be written to ({error.strerror}); choose another.") from error
         with contextlib.ExitStack() as undo:
             undo.callback(self._lock.close)  # a refused directory must not stay locked
             ends_in_line = self._read()
@@ -76,7 +77,7 @@ class Store:
                 continue
             if not line.startswith(_BEGINNING[: len(line)]):
                 raise ValueError(
-                    f"line {number} of {self.path} is no result of a sweep; choose another directory with --out."
+                    f"line {number} of {self.path} is no result of a sweep; choose another {self._option}."
                 )
             try:
                 record = json.loads(line)

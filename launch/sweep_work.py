@@ -8,7 +8,7 @@ import resource
 import statistics
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -32,17 +32,22 @@ def do(task: Mapping[str, Any]) -> dict[str, Any]:
     task: "config" (nested dicts), "target"; for a plan "assumed" and "flags", for a measurement "num_steps".
     "outcome" is "ok", "does not fit" or "error"; the last two have "why".
     """
-    begun = time.process_time()
     config = from_config_dict(task["config"])
+    find = _measure if "num_steps" in task else _plan
+    return {**outcome_of(lambda: find(config, task)), "code": _CODE}
+
+
+def outcome_of(find: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What `find` finds with its cost, or the "outcome" and "why" of what the compiler or the devices refuse."""
+    begun = time.process_time()
     try:
-        found = _measure(config, task["num_steps"]) if "num_steps" in task else _plan(config, task)
+        found = find()
     except DoesNotFit as error:
         found = {"outcome": "does not fit", "fits": False, "why": str(error)}
     except (ValueError, jax.errors.JaxRuntimeError) as error:
         found = _failure(error)
     jax.clear_caches()
     gc.collect()
-    found["code"] = _CODE
     return {**found, "cpu_s": round(time.process_time() - begun, 3), "peak_rss_bytes": _peak_rss_bytes()}
 
 
@@ -92,8 +97,9 @@ def _rates(config: Config, step_s: float, num_chips: int) -> dict[str, Any]:
     }
 
 
-def _measure(config: Config, num_steps: int) -> dict[str, Any]:
+def _measure(config: Config, task: Mapping[str, Any]) -> dict[str, Any]:
     """Real steps on made-up tokens: speed does not depend on them."""
+    num_steps = task["num_steps"]
     family = importlib.import_module(f"models.{config.model.family}")
     mesh = session.make_mesh(config)
     model = session.make_model(config)

@@ -10,13 +10,14 @@ import threading
 from multiprocessing.connection import Connection, wait
 
 
-def serve(connection: Connection, log: str) -> None:
-    """Imports once what all points need, says so, then answers every task; see `launch.sweep_pool.Pool`.
+def serve(connection: Connection, log: str, module: str = "launch.sweep_work") -> None:
+    """Imports once what all tasks need, says so, then answers every task; see `launch.sweep_pool.Pool`.
 
-    An exception that is no result of a point ends the process, with its traceback in `log`.
+    module: its function `do` answers a task. An exception that is no result of one ends the process, with its traceback
+    in `log`.
     """
     start(log)
-    work = importlib.import_module("launch.sweep_work")  # JAX starts here
+    work = importlib.import_module(module)  # JAX starts here
     connection.send("ready")
     while True:
         try:
