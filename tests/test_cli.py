@@ -19,7 +19,7 @@ from overlapfx.train.stops import EXIT_STORAGE, StorageError
 
 PROJECT = pathlib.Path(__file__).resolve().parent.parent
 TINY = "configs/gpt.py:tiny"
-FILES = "configs/bert.py, configs/gpt.py, configs/t5.py"
+FILES = "configs/bert.py, configs/conformer.py, configs/gpt.py, configs/moe.py, configs/t5.py"
 COUNT = "--xla_force_host_platform_device_count"
 ORDER = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
 
