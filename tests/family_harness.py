@@ -129,9 +129,9 @@ class Family:
             # Adam divides by the root of a tiny second moment in the first steps, which magnifies rounding.
             np.testing.assert_allclose(np.asarray(got), want, rtol=0, atol=3e-5)
 
-    def assert_same_on(self, y: int, x: int) -> None:
+    def assert_same_on(self, y: int, x: int, row_stripes: int = 2) -> None:
         """Overlapped, the same training as on one device; not overlapped, the same loss."""
-        overlapped, blocking = self.run(y, x, overlap=Overlap("on", row_stripes=2)), self.run(y, x)
+        overlapped, blocking = self.run(y, x, overlap=Overlap("on", row_stripes=row_stripes)), self.run(y, x)
         for run in (overlapped, blocking):
             run.start_from(self.reference.first)
         self.assert_trains_alike(overlapped)

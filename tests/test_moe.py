@@ -49,7 +49,7 @@ SMALL = MOE.config.model
 @pytest.mark.slow
 @pytest.mark.parametrize(("y", "x"), MESHES, ids=lambda v: str(v))
 def test_same_losses_on_every_mesh_overlapped_or_not(y, x):  # C25
-    MOE.assert_same_on(y, x)
+    MOE.assert_same_on(y, x, row_stripes=2 if y == 4 else 1)  # stripes double what is compiled
 
 
 def test_xlas_partitioner_computes_the_same():  # the baseline of plans
