@@ -99,7 +99,6 @@ TPU_7X = Chip(
     wrap_multiple=4,
     devices_per_chip=2,
     assumed=("wrap_multiple",),
-    async_all_gather=False,
 )
 A100_40GB = Chip("A100 40GB", 312e12, 1555e9, 40e9, None, 300e9, 0, _NVIDIA_SOURCE)
 A100_80GB = Chip("A100 80GB", 312e12, 2039e9, 80e9, None, 300e9, 0, _NVIDIA_SOURCE)
