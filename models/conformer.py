@@ -16,7 +16,7 @@ from overlapfx.families import ConformerConfig
 from overlapfx.layers import ctc, stack
 from overlapfx.layers.attention import Attention
 from overlapfx.layers.conv import FRAMES_PER_TOKEN, Convolution, Subsampling
-from overlapfx.layers.dropout import dropout
+from overlapfx.layers.dropout import add_stripes
 from overlapfx.layers.embed import Embedding, cross_entropy, token_scores
 from overlapfx.layers.logmel import log_mel, normalize
 from overlapfx.layers.mlp import MLP
@@ -87,9 +87,9 @@ class Block(nnx.Module):
         """Row stripes [y, -, x] of a batch; `key` draws this layer's dropout, None switches it off."""
         keys = (None,) * 4 if key is None else jax.random.split(key, 4)
 
-        def add(xs_BTD: Sequence[Array], ys_BTD: Sequence[Array], part: int, scale: float = 1.0) -> list[Array]:
-            stripes = zip(xs_BTD, ys_BTD, rows_B, strict=True)
-            return [x + scale * dropout(y, self.dropout_rate, keys[part], row_B) for x, y, row_B in stripes]
+        def add(xs_BTD: Sequence[Array], ys_BTD: Sequence[Array], part: int, scale: float = 1.0) -> Sequence[Array]:
+            scaled_BTD = [scale * y_BTD for y_BTD in ys_BTD]
+            return add_stripes(xs_BTD, scaled_BTD, self.dropout_rate, keys[part], rows_B)
 
         x = add(xs_BTD, self.first_mlp.stripes([self.first_norm(x) for x in xs_BTD]), 0, scale=0.5)
         x = add(x, self.attention.stripes([self.attention_norm(x) for x in x], segments_BT, bias_NTT), 1)

@@ -15,7 +15,7 @@ from overlapfx.config import Overlap
 from overlapfx.families import GPTConfig, ModelConfig
 from overlapfx.layers import param, stack
 from overlapfx.layers.attention import Attention
-from overlapfx.layers.dropout import dropout
+from overlapfx.layers.dropout import add_stripes
 from overlapfx.layers.embed import Embedding, cross_entropy
 from overlapfx.layers.mlp import MLP
 from overlapfx.layers.norm import RMSNorm
@@ -72,14 +72,9 @@ class Block(nnx.Module):
         """Row stripes [y, -, x] of a batch; `key` draws this layer's dropout, None switches it off."""
         keys = (None, None) if key is None else jax.random.split(key)
         added = self.attention.stripes([self.attention_norm(x_BTD) for x_BTD in xs_BTD], segments_BT)
-        xs_BTD = self._add(xs_BTD, added, rows_B, keys[0])
-        return self._add(xs_BTD, self.mlp.stripes([self.mlp_norm(x_BTD) for x_BTD in xs_BTD]), rows_B, keys[1])
-
-    def _add(
-        self, xs_BTD: Sequence[Array], added_BTD: Sequence[Array], rows_B: Sequence[Array], key: PRNGKey | None
-    ) -> tuple[Array, ...]:
-        stripes = zip(xs_BTD, added_BTD, rows_B, strict=True)
-        return tuple(x_BTD + dropout(y_BTD, self.dropout_rate, key, row_B) for x_BTD, y_BTD, row_B in stripes)
+        xs_BTD = add_stripes(xs_BTD, added, self.dropout_rate, keys[0], rows_B)
+        added = self.mlp.stripes([self.mlp_norm(x_BTD) for x_BTD in xs_BTD])
+        return add_stripes(xs_BTD, added, self.dropout_rate, keys[1], rows_B)
 
 
 class GPT(nnx.Module):

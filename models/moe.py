@@ -17,7 +17,7 @@ from overlapfx.config import Overlap
 from overlapfx.families import MoEConfig
 from overlapfx.layers import param, stack
 from overlapfx.layers.attention import Attention
-from overlapfx.layers.dropout import dropout
+from overlapfx.layers.dropout import add_stripes
 from overlapfx.layers.embed import Embedding, cross_entropy
 from overlapfx.layers.mlp import MLP
 from overlapfx.layers.moe import LOAD, Mixture
@@ -74,19 +74,13 @@ class Block(nnx.Module):
         """Row stripes [y, -, x] of a batch, and the LOAD of a mixture; `key` draws this layer's dropout."""
         keys = (None, None) if key is None else jax.random.split(key)
         added = self.attention.stripes([self.attention_norm(x_BTD) for x_BTD in xs_BTD], segments_BT)
-        xs_BTD = self._add(xs_BTD, added, rows_B, keys[0])
+        xs_BTD = add_stripes(xs_BTD, added, self.dropout_rate, keys[0], rows_B)
         normed = [self.mlp_norm(x_BTD) for x_BTD in xs_BTD]
         if self.experts is None:
             assert self.mlp is not None
-            return self._add(xs_BTD, self.mlp.stripes(normed), rows_B, keys[1]), None
+            return add_stripes(xs_BTD, self.mlp.stripes(normed), self.dropout_rate, keys[1], rows_B), None
         added, loads = self.experts.stripes(normed, segments_BT)
-        return self._add(xs_BTD, added, rows_B, keys[1]), stack.join(loads)
-
-    def _add(
-        self, xs_BTD: Sequence[Array], added_BTD: Sequence[Array], rows_B: Sequence[Array], key: PRNGKey | None
-    ) -> tuple[Array, ...]:
-        stripes = zip(xs_BTD, added_BTD, rows_B, strict=True)
-        return tuple(x_BTD + dropout(y_BTD, self.dropout_rate, key, row_B) for x_BTD, y_BTD, row_B in stripes)
+        return add_stripes(xs_BTD, added, self.dropout_rate, keys[1], rows_B), stack.join(loads)
 
 
 def _experts(model: MoEConfig, shared: dict[str, Any]) -> Mixture:

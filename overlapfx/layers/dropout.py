@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -29,3 +31,15 @@ def dropout(
     bits_BTD = jax.random.key_data(fold(row_key_B, place_TD))[..., 0]
     keep_BTD = bits_BTD >= jnp.uint32(round(rate * 2**32))
     return jnp.where(keep_BTD, x_BTD / (1.0 - rate), 0).astype(x_BTD.dtype)
+
+
+def add_stripes(
+    xs_BTD: Sequence[Array],
+    added_BTD: Sequence[Array],
+    rate: float,
+    key: PRNGKey | None,
+    rows_B: Sequence[Array],
+) -> tuple[Array, ...]:
+    """x + dropout(added) of every row stripe: the end of a residual branch."""
+    stripes = zip(xs_BTD, added_BTD, rows_B, strict=True)
+    return tuple(x_BTD + dropout(y_BTD, rate, key, row_B) for x_BTD, y_BTD, row_B in stripes)
