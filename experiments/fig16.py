@@ -7,12 +7,11 @@ import sys
 from experiments.paper import command, draw
 from experiments.paper.applications import Application, gpt_sizes
 from experiments.paper.figure import Content, Figure, Finding, Table
-from experiments.paper.measurement import Measurement, plan
+from experiments.paper.measurement import ORDERS, Measurement, plan
 from experiments.paper.programs import OURS
 from experiments.paper.results import Results
 from experiments.paper.text import ratio, seconds, speed_up, step_time
 
-_ORDERS = ("bottom_up", "top_down")
 _SIZES = ("32B", "128B", "256B")
 
 
@@ -23,7 +22,7 @@ def _ones(quick: bool) -> list[Application]:
 
 def _compiled(one: Application) -> Measurement:
     """The compiler's own order, with the others of the same instructions."""
-    return plan(one, OURS, schedulers=_ORDERS)
+    return plan(one, OURS)
 
 
 def _imposed(one: Application, scheduler: str) -> Measurement:
@@ -31,19 +30,19 @@ def _imposed(one: Application, scheduler: str) -> Measurement:
 
 
 def _measurements(quick: bool) -> list[Measurement]:
-    return [m for one in _ones(quick) for m in (_compiled(one), *(_imposed(one, order) for order in _ORDERS))]
+    return [m for one in _ones(quick) for m in (_compiled(one), *(_imposed(one, order) for order in ORDERS))]
 
 
 def _content(quick: bool, results: Results) -> Content:
     rows, pairs = [], []
     series: dict[str, list[float | None]] = {
-        f"{how} {order}": [] for how in ("imposed", "reordered") for order in _ORDERS
+        f"{how} {order}": [] for how in ("imposed", "reordered") for order in ORDERS
     }
     for one in _ones(quick):
         own = results.find(_compiled(one))
         orders = {} if own is None else {order["scheduler"]: order for order in own["orders"]}
         rows.append((one.name, "compiler", step_time(own), "", "", ""))
-        for name in _ORDERS:
+        for name in ORDERS:
             imposed, again = results.find(_imposed(one, name)), orders.get(name)
             gains = (speed_up(own, imposed), speed_up(own, again))
             for how, gain in zip(("imposed", "reordered"), gains, strict=True):
@@ -51,7 +50,7 @@ def _content(quick: bool, results: Results) -> Content:
             times = [seconds(None if found is None else found["step_s"]) for found in (imposed, again)]
             rows.append(("", name, times[0], ratio(gains[0]), times[1], ratio(gains[1])))
         for how in ("imposed", "reordered"):
-            up, down = (series[f"{how} {name}"][-1] for name in _ORDERS)
+            up, down = (series[f"{how} {name}"][-1] for name in ORDERS)
             if up is not None and down is not None:
                 pairs.append((how, one.name, up, down))
     columns = ("size", "scheduler", "imposed", "gain", "reordered", "gain")

@@ -6,6 +6,7 @@ import importlib.util
 from typing import Any
 
 import jax
+from jax.experimental.layout import Layout, with_layout_constraint
 
 
 def varying_axes(x: jax.Array) -> frozenset[str]:
@@ -47,3 +48,8 @@ def can_start_transfers() -> bool:
     if target_platform() == "cpu":
         return True
     return target_platform() == "tpu" and importlib.util.find_spec("jax.experimental.overlap") is not None
+
+
+def lay_out(x: jax.Array, major_to_minor: tuple[int, ...]) -> jax.Array:
+    """`x` with its dimensions in this order in memory."""
+    return with_layout_constraint(x, Layout(major_to_minor=major_to_minor))

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from family_harness import MESHES, NUM_ROWS, Family
 from jax.sharding import PartitionSpec as P
-from jaxpr_flops import count
 
 from configs import bert as bert_config
+from overlapfx.aot.products import count
 from overlapfx.config import from_config_dict
 from overlapfx.plan.flops import encoder_step
 from overlapfx.train import state

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from family_harness import MESHES, NUM_ROWS, Family
 from jax.sharding import PartitionSpec as P
-from jaxpr_flops import count
 
 from configs import conformer as conformer_config
 from models.conformer import objective
+from overlapfx.aot.products import count
 from overlapfx.config import Overlap, from_config_dict
 from overlapfx.layers import ctc
 from overlapfx.layers.logmel import log_mel

@@ -21,11 +21,11 @@ from gpt_harness import batch as gpt_batch
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxpr_flops import count
 from tolerances import assert_close
 
 from overlapfx.aot.hlo import parse_module
 from overlapfx.aot.lowering import lower
+from overlapfx.aot.products import count
 from overlapfx.aot.program import Compute
 from overlapfx.config import Overlap
 from overlapfx.layers import fused_attention, fused_kernels

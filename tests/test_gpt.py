@@ -11,11 +11,11 @@ import pytest
 from family_harness import MESHES, NUM_ROWS
 from gpt_harness import GPT, SMALL, batch, make_run
 from jax.sharding import PartitionSpec as P
-from jaxpr_flops import count
 from tolerances import TOLERANCES
 
 from configs import gpt as gpt_config
 from models import gpt
+from overlapfx.aot.products import count
 from overlapfx.config import Overlap, from_config_dict
 from overlapfx.plan.decide import record_sites
 from overlapfx.plan.flops import decoder_step

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import itertools
 import json
+import math
+import re
 import types
 
 import pytest
@@ -32,8 +35,8 @@ OTHER = Slot("gather", 1, "d", ("y",), 2, 32, 1_000_000)
 RING = Plan(GATHER, "ring", "two", unroll=2, reason="most bytes of 2 collectives")
 
 
-def call(name="mlp.up", plan=RING):
-    return CallSite(name, ("btd,df->btf",), (GATHER, OTHER), plan)
+def call(name="mlp.up", plan=RING, ways=()):
+    return CallSite(name, ("btd,df->btf",), (GATHER, OTHER), plan, ways=ways, flops=1e6)
 
 
 def permute(name, scope):
@@ -46,11 +49,11 @@ def gather(name, scope, size):
     return Transfer(name, f"jit(step)/{scope}/all_gather", "all-gather", "ici", 1000, groups=groups)
 
 
-def reported(calls, *steps):
+def reported(calls, *steps, products=()):
     program = Program("p", steps, 4, {}, {})
     torus = Torus((4,), (True,))
     timeline = walk(program, torus, torus.coordinates(), Assumptions.for_chip(TPU_V4))
-    return {site.name: site for site in sites.report_sites(calls, program, timeline)}
+    return {site.name: site for site in sites.report_sites(calls, program, timeline, dict(products))}
 
 
 def work(scope, cycles=1000):
@@ -102,6 +105,25 @@ class TestSites:
         found = reported([call(), call(), gradient], *steps)
         assert [site.state for site in found.values()] == ["planned, not scheduled", "scheduled"]
         assert len(found["mlp.up"].calls) == 1  # traced twice, decided once
+
+    def test_prediction_beside_the_schedule(self):
+        ring = dataclasses.replace(RING, seconds=2e-6)
+        products = {"/jit(step)/jvp(mlp.up)": 3e6, "/jit(step)/rematted/mlp.up": 2e6, "/jit(step)/mlp.up.drhs": 9e9}
+        steps = (work("mlp.up", 2100), *overlapped(permute("p", "mlp.up")), work("mlp.up.drhs"))
+        found = reported([call(plan=ring, ways=(ring,)), call("mlp.up.drhs")], *steps, products=products)
+        site = found["mlp.up"]
+        assert site.executions == 5
+        assert site.predicted_s == pytest.approx(1e-5)
+        assert site.scheduled_s == pytest.approx(2e-6 + site.exposed_s)
+        assert site.error == pytest.approx(1e-5 / site.scheduled_s - 1)
+        assert found["mlp.up.drhs"].predicted_s is None  # the gate had nothing to choose
+        text = plan_text.sites_table(list(found.values()))
+        assert re.search(rf"10\.0 us +{re.escape(f'{site.error:+.0%}')} ", text)
+        assert f"within {abs(site.error):.0%} at half of the 1 sites that it decided" in text
+
+    def test_no_prediction_where_executions_are_not_known(self):
+        site = reported([call(ways=(RING,))], work("mlp.up"), products={"/mlp.up": math.nan})["mlp.up"]
+        assert site.predicted_s is None and site.as_dict()["executions"] is None
 
     def test_table_shows_candidates_with_reasons(self):
         text = plan_text.sites_table(list(reported([call()], work("mlp.up")).values()))

@@ -174,10 +174,15 @@ class TestCompile:
         mesh, _ = make_slice_mesh(wanted, {"y": 2, "x": 2})
 
         class Compiled:
+            jaxpr = jax.make_jaxpr(lambda: 0)()
+
             def __call__(self, x):
                 return x
 
-            def lower(self, *_):
+            def trace(self, *_):
+                return self
+
+            def lower(self):
                 return self
 
             def compile(self, **_):

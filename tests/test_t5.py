@@ -10,9 +10,9 @@ import jax
 import numpy as np
 import pytest
 from family_harness import MESHES, NUM_ROWS, Family
-from jaxpr_flops import count
 
 from configs import t5 as t5_config
+from overlapfx.aot.products import count
 from overlapfx.config import Overlap, from_config_dict
 from overlapfx.layers.relative import bucket, by_distance
 from overlapfx.plan.decide import record_sites

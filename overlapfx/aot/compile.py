@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from overlapfx.aot.products import products
 from overlapfx.aot.slices import Slice, device_coord
 from overlapfx.plan.torus import Coord
 
@@ -39,7 +41,8 @@ class CompiledFor:
     """A program compiled for a slice.
 
     `text` is the scheduled HLO of one slice, `coords[i]` the place of partition i in that slice, `options` the compiler
-    options used, `lower_s` and `compile_s` the seconds that tracing with lowering and that compiling took.
+    options used, `lower_s` and `compile_s` the seconds that tracing with lowering and that compiling took. `products`
+    are the FLOPs of what was traced, by scope, over all devices.
     """
 
     topology: Slice
@@ -49,6 +52,7 @@ class CompiledFor:
     options: Mapping[str, str]
     lower_s: float
     compile_s: float
+    products: Mapping[str, float]
 
 
 class Unreadable(ValueError):
@@ -70,8 +74,12 @@ def compile_for(
     devices = _mesh_devices(topology, abstract_args)
     options = {name: _option(value) for name, value in (compiler_options or {}).items()}
     begin = time.perf_counter()
-    jitted: Any = fn if hasattr(fn, "lower") else jax.jit(fn)
-    lowered = jitted.lower(*abstract_args)
+    jitted: Any = fn if hasattr(fn, "trace") else jax.jit(fn)
+    trace = jitted.trace(*abstract_args)
+    flops: Counter[str] = Counter()
+    for scope, of_one in products(trace.jaxpr.jaxpr):
+        flops[scope] += of_one  # type: ignore[assignment]
+    lowered = trace.lower()
     traced = time.perf_counter()
     compiled, text = _compiled(topology, lowered, options)
     stats = compiled.memory_analysis()
@@ -86,7 +94,7 @@ def compile_for(
     first = [device for device in devices if not getattr(device, "slice_index", None)]
     coords = tuple(device_coord(device, topology.torus) for device in first)
     seconds = (traced - begin, time.perf_counter() - traced)
-    return CompiledFor(topology, text, memory, coords, options, *seconds)
+    return CompiledFor(topology, text, memory, coords, options, *seconds, flops)
 
 
 def _compiled(topology: Slice, lowered: Any, options: dict[str, str]) -> tuple[Any, str]:

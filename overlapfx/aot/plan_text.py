@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import statistics
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from overlapfx.aot.render import assumptions_table, duration, text_table
 from overlapfx.aot.sites import NOT_PLANNED, SiteReport, describe_slot
@@ -89,10 +90,11 @@ def sites_table(sites: Sequence[SiteReport]) -> str:
         return ""
     names = max(len(site.name) for site in sites)
     decisions = max(len(site.decision) for site in sites)
-    columns = f"{'compute':>9s} {'exposed':>9s} {'blocking':>9s}"
+    columns = f"{'compute':>9s} {'exposed':>9s} {'blocking':>9s} {'predicted':>9s} {'error':>6s}"
     lines = [f"{'einsum site':{names}s}  {'decision':{decisions}s}  {columns}  state"]
     for site in sites:
         times = " ".join(f"{duration(s):>9s}" for s in (site.compute_s, site.exposed_s, site.blocking_s))
+        times += f" {_or_dash(site.predicted_s, duration):>9s} {_or_dash(site.error, '{:+.0%}'.format):>6s}"
         state = site.state
         if state != NOT_PLANNED:
             state += f" ({site.hidden} of {site.transfers} transfers have work beside them)"
@@ -100,7 +102,18 @@ def sites_table(sites: Sequence[SiteReport]) -> str:
         alike = Counter(map(describe_slot, site.slots))
         collectives = "; ".join(f"{count} x {what}" if count > 1 else what for what, count in alike.items())
         lines.append(f"{'':{names}s}    {collectives or 'no collective'}: {', '.join(site.reasons)}")
+    errors = sorted(abs(site.error) for site in sites if site.error is not None)
+    if errors:
+        lines.append(
+            "predicted: what the gate expected of the three together; the error is within "
+            f"{statistics.median(errors):.0%} at half of the {len(errors)} sites that it decided, within "
+            f"{errors[-1]:.0%} at all of them"
+        )
     return "\n".join(lines)
+
+
+def _or_dash(value: float | None, text: Callable[[float], str]) -> str:
+    return "-" if value is None else text(value)
 
 
 def orders_table(plan: StepPlan) -> str:

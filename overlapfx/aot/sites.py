@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -29,14 +30,15 @@ SCHEDULED = "scheduled"
 class SiteReport:
     """One site of the program with all its executions: layers, passes, recomputation.
 
-    `calls` are the decisions recorded under this name, one where all layers are alike. `transfers` counts the
-    asynchronous transfers of the decomposition in the program text, `hidden` those with work beside them. Seconds are
-    per step: `compute_s` in the scope of the site, `exposed_s` waiting at its asynchronous transfers, `blocking_s` in
-    its blocking collectives.
+    `calls` are the decisions recorded under this name, one where all layers are alike; `executions` says how often a
+    step runs them, NaN if there is no telling. `transfers` counts the asynchronous transfers of the decomposition in
+    the program text, `hidden` those with work beside them. Seconds are per step: `compute_s` in the scope of the site,
+    `exposed_s` waiting at its asynchronous transfers, `blocking_s` in its blocking collectives.
     """
 
     name: str
     calls: tuple[CallSite, ...]
+    executions: float
     transfers: int
     hidden: int
     compute_s: float
@@ -47,6 +49,24 @@ class SiteReport:
     def planned(self) -> bool:
         """Whether the gate decomposed a collective here."""
         return any(call.plan.slot is not None for call in self.calls)
+
+    @property
+    def scheduled_s(self) -> float:
+        """Seconds per step that the time line gives this site."""
+        return self.compute_s + self.exposed_s + self.blocking_s
+
+    @property
+    def predicted_s(self) -> float | None:
+        """What the gate predicted for it; None if the gate had nothing to decide, or executions are not known."""
+        if not all(call.ways for call in self.calls) or math.isnan(self.executions):
+            return None
+        return self.executions * sum(call.plan.seconds for call in self.calls) / len(self.calls)
+
+    @property
+    def error(self) -> float | None:
+        """Of the prediction, as part of what was scheduled; positive if it was too long."""
+        predicted_s = self.predicted_s
+        return None if predicted_s is None or not self.scheduled_s else predicted_s / self.scheduled_s - 1
 
     @property
     def state(self) -> str:
@@ -84,6 +104,9 @@ class SiteReport:
             "ways": [[_way(way) for way in call.ways] for call in self.calls],
             "transfers": self.transfers,
             "hidden_transfers": self.hidden,
+            "executions": None if math.isnan(self.executions) else self.executions,
+            "predicted_s": self.predicted_s,
+            "scheduled_s": self.scheduled_s,
             "compute_s": self.compute_s,
             "exposed_s": self.exposed_s,
             "blocking_s": self.blocking_s,
@@ -96,20 +119,34 @@ def _way(way: Plan) -> dict[str, Any]:
     return {"slot": None if way.slot is None else f"{way.slot.kind} {way.slot.label}", **fields}
 
 
-def report_sites(calls: Sequence[CallSite], program: Program, timeline: Timeline) -> tuple[SiteReport, ...]:
+def report_sites(
+    calls: Sequence[CallSite], program: Program, timeline: Timeline, products: Mapping[str, float]
+) -> tuple[SiteReport, ...]:
     """Joins the decisions recorded while the step was traced with the compiled program and its time line.
 
     They meet in the names of scopes. A site is traced more than once (for the loss, for its gradient, for
-    recomputation); equal records count once.
+    recomputation); equal records count once. products: FLOPs that one device executes, by scope; those of a site tell
+    how often it runs.
     """
     by_name: dict[str, list[CallSite]] = {}
     for call in dict.fromkeys(calls):
         by_name.setdefault(call.name, []).append(call)
     ring_sizes = {t.name: len(t.groups[0]) for t in program.transfers() if t.groups}
-    return tuple(_report(name, tuple(made), timeline, ring_sizes) for name, made in by_name.items())
+    return tuple(
+        _report(name, tuple(made), timeline, ring_sizes, _executions(name, made, products))
+        for name, made in by_name.items()
+    )
 
 
-def _report(name: str, calls: tuple[CallSite, ...], timeline: Timeline, ring_sizes: Mapping[str, int]) -> SiteReport:
+def _executions(name: str, calls: Sequence[CallSite], products: Mapping[str, float]) -> float:
+    inside = scope_pattern(name)
+    executed = sum(flops for scope, flops in products.items() if inside.search(scope))
+    return executed * len(calls) / sum(call.flops for call in calls)
+
+
+def _report(
+    name: str, calls: tuple[CallSite, ...], timeline: Timeline, ring_sizes: Mapping[str, int], executions: float
+) -> SiteReport:
     inside = scope_pattern(name)
     # (kind of transfer, size of the ring): the other collectives of a site may run asynchronously too.
     wanted = {
@@ -133,6 +170,7 @@ def _report(name: str, calls: tuple[CallSite, ...], timeline: Timeline, ring_siz
     return SiteReport(
         name,
         calls,
+        executions,
         len(moved),
         sum(t.is_overlapped for t in moved),
         seconds["compute"],

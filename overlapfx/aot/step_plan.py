@@ -154,7 +154,9 @@ class Planner:
         program = lower(module)
         timeline = self._walk(program, compiled, self.assumptions)
         # XLA's partitioner sees whole arrays: nothing was decided there.
-        sites = report_sites(calls, program, timeline) if variant.partitioning == "shard_map" else ()
+        decided = variant.partitioning == "shard_map"
+        products = {scope: flops / self.mesh.size for scope, flops in compiled.products.items()}
+        sites = report_sites(calls, program, timeline, products) if decided else ()
         flops = self.family.step_flops(self.config.model, self.config.data.global_batch)
         sensitivity = tuple(
             (f, self._walk(program, compiled, self.assumptions.with_link_factor(f)).total_s) for f in LINK_FACTORS

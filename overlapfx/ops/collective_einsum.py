@@ -277,10 +277,7 @@ _apply.defvjp(_apply_fwd, _apply_bwd)
 
 
 def _backward_sites(static: _Static) -> list[tuple[str, tuple[int, ...]]]:
-    """The gradients, each with a plan of its own, except where both need the same gathered cotangent: then one stream
-    of
-    it feeds both products.
-    """
+    """The gradients, each with a plan of its own; but where both need the same gathered cotangent, it feeds both."""
     everything, num_lhs = tuple(range(len(static.problem.operands))), static.num_lhs
     if static.problem.results[0].scatter and len(everything) == num_lhs + 1:
         return [(f"{static.name}.bwd", everything)]

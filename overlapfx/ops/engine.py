@@ -9,13 +9,16 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from overlapfx import compat
 from overlapfx.config import Overlap
 from overlapfx.ops import looped, order, pieces, ring, striped
 from overlapfx.plan import decide
 from overlapfx.plan.cost import Work
 from overlapfx.plan.decide import CallSite, Plan
-from overlapfx.plan.pattern import Problem, num_shards
+from overlapfx.plan.pattern import Problem, Result, num_shards
 from overlapfx.plan.slots import Slot, find_slots
+
+_LANES = 128  # elements of a row that a vector register of a TPU holds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +77,7 @@ def plan_problem(
     work = Work(problem, sizes, frozenset(early), num_stripes)
     plan, ways = decide.choose(slots, overlap, _cut_sizes(slots, full, sizes), work)
     specs = tuple(problem.spec(t) for t in problem.terms)
-    decide.record(CallSite(name, specs, slots, plan, order.describe(overlap.scheduler), ways))
+    decide.record(CallSite(name, specs, slots, plan, order.describe(overlap.scheduler), ways, work.flops()))
     return plan
 
 
@@ -177,7 +180,8 @@ def _complete(
     if not scattered_here:
         for term in problem.terms:
             if term.out == i and not decomposed & set(term.operands()):
-                total = [pieces.multiply_add(problem, term, (operands[term.lhs], operands[term.rhs]), total)]
+                made = pieces.multiply_add(problem, term, (operands[term.lhs], operands[term.rhs]), total)
+                total = [_scattered_as_rows(made, problem.results[i])]
     assert total is not None
     value = total[0]
     wire = pieces.wire_dtype(value.dtype, plan.accum_dtype)
@@ -187,3 +191,15 @@ def _complete(
         dim = problem.results[i].labels.index(label)
         value = ring.psum_scatter(value.astype(wire), axes, dim).astype(value.dtype)
     return value
+
+
+def _scattered_as_rows(x: Array, result: Result) -> Array:
+    """A matrix whose columns will be scattered, laid out in memory so that a shard is rows where it is no whole lanes.
+
+    The TPU compiler sums such columns with an AllReduce, which moves twice the bytes of a ReduceScatter.
+    """
+    scattered = [(dim, axes) for label, axes in result.scatter if (dim := result.labels.index(label))]
+    if x.ndim != 2 or len(scattered) != 1 or compat.target_platform() != "tpu":
+        return x
+    ((dim, axes),) = scattered
+    return compat.lay_out(x, (dim, 0)) if x.shape[dim] // ring.size(axes) % _LANES else x

@@ -77,6 +77,10 @@ class Work:
     early: frozenset[int]
     num_stripes: int = 1
 
+    def flops(self) -> float:
+        """Of all products: a multiplication and an addition are two."""
+        return sum(2.0 * math.prod(self.sizes[t.out].values()) for t in self.problem.terms)
+
     def result_bytes(self, results: Sequence[int]) -> float:
         """Of products in float32, before any scatter."""
         labels = {i: self.problem.results[i].labels for i in results}

@@ -60,7 +60,10 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class CallSite:
-    """What was decided at one call, recorded while tracing; `order` says who orders its instructions, by what means."""
+    """What was decided at one call, recorded while tracing; `order` says who orders its instructions, by what means.
+
+    flops: 2 * multiply-adds of its products on one device.
+    """
 
     name: str
     specs: tuple[str, ...]
@@ -68,6 +71,7 @@ class CallSite:
     plan: Plan
     order: str = "compiler"
     ways: tuple[Plan, ...] = ()  # considered, fastest first
+    flops: float = 0.0
 
     def line(self) -> str:
         """One line for a log."""

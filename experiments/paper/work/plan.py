@@ -14,7 +14,10 @@ from overlapfx.config import from_config_dict
 
 # The same program on links of other speeds.
 LINK_FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
-_SITE_FIELDS = ("name", "state", "decision", "transfers", "hidden_transfers", "compute_s", "exposed_s", "blocking_s")
+_SITE_FIELDS = (
+    *("name", "state", "decision", "transfers", "hidden_transfers", "executions"),
+    *("predicted_s", "scheduled_s", "compute_s", "exposed_s", "blocking_s"),
+)
 
 
 def find(task: Mapping[str, Any]) -> dict[str, Any]:
