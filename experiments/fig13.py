@@ -11,7 +11,7 @@ from experiments.paper import command, draw
 from experiments.paper.applications import Application, gpt_sizes
 from experiments.paper.figure import Content, Figure, Table
 from experiments.paper.measurement import plan
-from experiments.paper.programs import BLOCKING, OURS, all_programs, best_of_xla
+from experiments.paper.programs import ASYNC, BLOCKING, OURS, XLA, all_programs, best_of_xla
 from experiments.paper.results import Results
 from experiments.paper.text import percent, ratio, speed_up, step_time
 from overlapfx.aot.slices import parse_slice
@@ -66,7 +66,7 @@ FIGURE = Figure(
     measured="",
     published="the utilization of public Pax runs of the same models on TPU v4 (not the paper's own "
     "numbers, which are not at hand).",
-    measurements=lambda quick: all_programs(gpt_sizes(quick), quick),
+    measurements=lambda quick: all_programs(gpt_sizes(quick), ASYNC if quick else XLA),
     content=_content,
 )
 

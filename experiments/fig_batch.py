@@ -15,7 +15,7 @@ from overlapfx.aot.slices import parse_slice
 
 
 def _batches(quick: bool) -> tuple[int, ...]:
-    return (8, 16) if quick else (64, 128, 256, 512)
+    return (8, 16) if quick else (128, 256, 512)
 
 
 def _plan(batch: int, program: str, quick: bool) -> Measurement:

@@ -9,20 +9,18 @@ from experiments.paper import command, draw
 from experiments.paper.applications import Application, smallest_gpt
 from experiments.paper.figure import Content, Figure, Table
 from experiments.paper.measurement import Measurement, plan
-from experiments.paper.programs import BLOCKING, OURS
+from experiments.paper.programs import ASYNC, BLOCKING, OURS
 from experiments.paper.results import Results
 from experiments.paper.text import NONE, percent, ratio, speed_up, step_time
 from overlapfx.aot.slices import parse_slice
 
-_ASYNC = "xla-async"
-_PROGRAMS = (BLOCKING, _ASYNC, OURS)
+_PROGRAMS = (BLOCKING, *ASYNC, OURS)
 # Slice with the mesh (y, x) that fills it; as many devices as the model's own slice has where its memory allows.
 _SLICES = {
     "v4:4x4x4": (16, 4),
-    "v5e:16x16": (16, 16),
+    "v5e:16x16": (64, 4),
     "v5p:4x4x4": (16, 4),
-    "v6e:8x8": (16, 4),
-    "v6e:16x16": (16, 16),
+    "v6e:16x16": (64, 4),
     "tpu7x:2x4x4": (16, 4),
 }
 _QUICK = {"v4:2x2x1": (2, 2), "v5e:2x2": (2, 2), "v6e:2x2": (2, 2)}

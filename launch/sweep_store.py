@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import pathlib
@@ -29,10 +30,7 @@ class Store:
     """
 
     def __init__(self, folder: pathlib.Path, option: str = "--out") -> None:
-        self.folder, self._option = folder, option
-        self.path = folder / FILE_NAME
-        self.results: dict[str, dict[str, Any]] = {}
-        self.torn = 0
+        self.folder, self.path = folder, folder / FILE_NAME
         if folder.exists() and not folder.is_dir():
             raise ValueError(f"{option} is {folder}, which is a file; give a directory.")
         try:
@@ -42,9 +40,10 @@ class Store:
             raise ValueError(f"{option}={folder} cannot be written to ({error.strerror}); choose another.") from error
         with contextlib.ExitStack() as undo:
             undo.callback(self._lock.close)  # a refused directory must not stay locked
-            ends_in_line = self._read()
+            stored = read(folder, option)
+            self.results, self.torn = stored.results, stored.torn
             self._file = self.path.open("ab")
-            if ends_in_line:  # what a killed writer left of its last line must not swallow the next one
+            if stored.ends_in_line:  # what a killed writer left of its last line must not swallow the next one
                 self._file.write(b"\n")
             _sync_folder(folder)
             undo.pop_all()
@@ -69,24 +68,38 @@ class Store:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _read(self) -> bool:
-        """Reads the file; returns whether it ends inside a line."""
-        text = self.path.read_bytes().decode("utf-8", "replace") if self.path.exists() else ""
-        for number, line in enumerate(text.split("\n"), start=1):
-            if not line:
-                continue
-            if not line.startswith(_BEGINNING[: len(line)]):
-                raise ValueError(
-                    f"line {number} of {self.path} is no result of a sweep; choose another {self._option}."
-                )
-            try:
-                record = json.loads(line)
-            except json.JSONDecodeError:  # no beginning of a JSON object is one itself
-                self.torn += 1
-                continue
-            if record["format"] == FORMAT:
-                self.results[record["key"]] = record
-        return bool(text) and not text.endswith("\n")
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """What a file of results holds: the newest record by key, torn pieces, whether it ends inside a line."""
+
+    results: dict[str, dict[str, Any]]
+    torn: int
+    ends_in_line: bool
+
+
+def read(folder: pathlib.Path, option: str = "--out") -> Stored:
+    """The results of a directory, nothing if there are none, also while another process adds to them.
+
+    Raises ValueError for a file that is not one of ours; option: what the error calls the directory.
+    """
+    path = folder / FILE_NAME
+    text = path.read_bytes().decode("utf-8", "replace") if path.exists() else ""
+    results: dict[str, dict[str, Any]] = {}
+    torn = 0
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line:
+            continue
+        if not line.startswith(_BEGINNING[: len(line)]):
+            raise ValueError(f"line {number} of {path} is no result of a sweep; choose another {option}.")
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:  # no beginning of a JSON object is one itself
+            torn += 1
+            continue
+        if record["format"] == FORMAT:
+            results[record["key"]] = record
+    return Stored(results, torn, bool(text) and not text.endswith("\n"))
 
 
 def _sync_folder(folder: pathlib.Path) -> None:

@@ -82,7 +82,11 @@ def _plan(task):
         "exposed_s": 0.1 * step_s,
         "blocking_s": 0.2 * step_s,
         "breakdown": {**parts, "exposed": {"reduce-scatter": 0.1 * step_s}},
-        "memory_bytes": {"total": 2**34},
+        "memory_bytes": {"total": 2**34, "temporaries": 2**33},
+        "sites": [
+            {"name": f"site.{n}", "decision": "ring", "exposed_s": 0.01 * n, "blocking_s": 0.02, "compute_s": 0.1}
+            for n in range(4)
+        ],
         "lower_s": 1.0,
         "compile_s": 2.0,
         "links": {"0.5": 1.5 * step_s, "1": step_s, "2": 0.9 * step_s},
@@ -95,7 +99,14 @@ def _einsum(task):
         skip = "stripe" in way
         total_s = None if skip else 1e-3 * (1 + _unit([task, way]))
         parts = {"compute_s": 1e-3, "exposed_s": 1e-4, "blocking_s": 0.0}
-        return {**parts, "variant": way, "total_s": total_s, "skipped": "planted reason" if skip else ""}
+        plans = [f"site: td,df->tf [gather d over x=2 (8 B)] -> {way} (1 ms predicted, 2 ms whole)"]
+        return {
+            **parts,
+            "variant": way,
+            "total_s": total_s,
+            "skipped": "planted reason" if skip else "",
+            "plans": plans,
+        }
 
     rows = [row(way) for way in task["variants"]]
     return {"rows": rows, "is_physical_cycle": {"x": task["x"] < 4}, "max_hops": {"x": 3}}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import paper_stub
 import pytest
 
-from experiments import fig12, fig13, fig14, fig15, fig16, fig_training
+from experiments import fig12, fig13, fig14, fig15, fig16, fig_gate, fig_goals, fig_training
 from experiments.paper.__main__ import FIGURES
 from experiments.paper.applications import applications, gpt_sizes
 from experiments.paper.figure import Content, Table
@@ -75,7 +75,7 @@ def test_the_best_of_xla_is_the_quickest():
     assert set(XLA) == set(times)
     assert best_of_xla(one, Results(made, {"code": "now"})) == {"step_s": 1.0}
     assert best_of_xla(one, Results([], {"code": "now"})) is None
-    assert {m.task["variant"] for m in all_programs([one], quick=False)} == {"blocking", "ours", *times}
+    assert {m.task["variant"] for m in all_programs([one], XLA)} == {"blocking", "ours", *times}
 
 
 # ---- findings, which must be able to go either way ----
@@ -178,3 +178,48 @@ def test_markup_escapes_what_comes_from_outside():
     assert "<b>two</b>" in html
     assert "| 1\\|2 | <script> |" in text
     assert "- one\n- **two**" in text
+
+
+# ---- the gate, the goals ----
+
+
+@pytest.mark.parametrize(("gate_s", "agrees"), [(1.01, True), (1.1, False)])
+def test_gate_against_the_fastest_of_all_ways(gate_s, agrees):
+    def make(task):
+        found = paper_stub._einsum(task)
+        times = {"ring two": 1.0, "gate": gate_s}
+        return {**found, "rows": [{**row, "total_s": times.get(row["variant"], 2.0)} for row in found["rows"]]}
+
+    assert found(fig_gate.FIGURE, make, "the gate is right") is agrees
+
+
+def test_a_choice_that_is_one_of_the_forced_ways_has_its_time():
+    def row(way, total_s, skipped=""):
+        plans = [f"mlp: td,df->tf [gather d over x=4 (8 B)] -> {way}, gather d, one (1 ms predicted)"]
+        return {"variant": way, "total_s": total_s, "skipped": skipped, "plans": [] if skipped else plans}
+
+    ways = [row("blocking", 3.0), row("ring one", 1.0), row("gate", None, "the same program as ring one")]
+    chosen, best = fig_gate.chosen_and_best(ways)
+    assert (chosen["total_s"], chosen["decided"], best["variant"]) == (1.0, "ring one, gather d, one", "ring one")
+
+
+def test_every_goal_can_be_missed():
+    blocking = {"step_s": 1.3, "compute_s": 1.0, "memory_bytes": {"temporaries": 100}}
+    good = {"step_s": 1.05, "communication_share": 0.03, "hfu": 0.79, "memory_bytes": {"temporaries": 110}}
+    bad = {"step_s": 1.25, "communication_share": 0.05, "hfu": 0.74, "memory_bytes": {"temporaries": 120}}
+    xla = {"step_s": 1.2}
+    assert [reached for _, reached, _ in fig_goals.measure("256B", blocking, xla, good).values()] == [True] * 6
+    assert [reached for _, reached, _ in fig_goals.measure("256B", blocking, xla, bad).values()] == [False] * 6
+    between = {**good, "hfu": 0.76}
+    assert fig_goals.measure("256B", blocking, xla, between)["HFU"][1] is False
+    assert fig_goals.measure("32B", blocking, xla, between)["HFU"][1] is True
+    assert fig_goals.measure("32B", blocking, None, good)["over XLA"][:2] == (None, None)
+
+
+@pytest.mark.parametrize(("ours_s", "agrees"), [(1.0, True), (1.2, False)])
+def test_mean_gains(ours_s, agrees):
+    def make(task):
+        return {**paper_stub._plan(task), "step_s": ours_s if task["variant"] == "ours" else 1.25}
+
+    assert found(fig_goals.FIGURE, make, "over blocking") is agrees
+    assert found(fig_goals.FIGURE, make, "over XLA") is agrees

@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from launch.sweep_store import FORMAT, Store
+from launch.sweep_store import FORMAT, Store, read
 
 
 def filled(folder, *keys):
@@ -92,3 +92,15 @@ class TestStore:
             Store(tmp_path / "file")
         with pytest.raises(ValueError, match="cannot be written to"):
             Store(tmp_path / "file" / "below")
+
+
+def test_results_can_be_read_while_another_process_adds_to_them(tmp_path):
+    with Store(tmp_path) as store:
+        store.add({"key": "a", "step_s": 1.0})
+        assert read(tmp_path).results["a"]["step_s"] == 1.0
+        store.add({"key": "b"})
+        assert set(read(tmp_path).results) == {"a", "b"}
+    assert read(tmp_path / "elsewhere").results == {}
+    (tmp_path / "results.jsonl").write_text("something else\n")
+    with pytest.raises(ValueError, match="line 1 of .* is no result of a sweep; choose another --results."):
+        read(tmp_path, "--results")

@@ -12,6 +12,7 @@ from experiments.paper import code, compute, pages
 from experiments.paper.figure import Figure
 from experiments.paper.measurement import Measurement
 from experiments.paper.results import Results
+from launch import sweep_store
 from launch.arguments import Parser, one_sentence
 from launch.config_file import PROJECT
 from launch.sweep_machine import this_machine
@@ -38,9 +39,11 @@ def main(name: str, figures: Sequence[Figure], argv: Sequence[str] | None = None
         compute.prepare_environment(arguments.quick)
         basis = code.basis()  # once: the code may change while this runs
         wanted = _wanted(chosen, arguments.quick)
-        store = Store(folder, "--results")
-    with store:
-        if not arguments.stored:
+        # Nothing is added to what is only shown, which another process may be adding to.
+        store = None if arguments.stored else Store(folder, "--results")
+        records = sweep_store.read(folder, "--results").results if store is None else store.results
+    if store is not None:
+        with store:
             try:
                 _compute(wanted, basis, store, arguments, serve)
             except KeyboardInterrupt:
@@ -49,7 +52,7 @@ def main(name: str, figures: Sequence[Figure], argv: Sequence[str] | None = None
             except (StartError, CodeChanged) as error:
                 print(f"{parser.prog}: {error}", file=sys.stderr)
                 return FAILED
-        results = Results(store.results.values(), basis, any_code=arguments.stored)
+    results = Results(records.values(), basis, any_code=arguments.stored)
     for path in pages.write(arguments.out, name, chosen, arguments.quick, results):
         print(f"wrote {path}")
     return 0 if any(results.find(one) is not None for one in wanted) else FAILED

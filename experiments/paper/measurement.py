@@ -11,6 +11,8 @@ from typing import Any
 from experiments.paper.applications import Application
 from overlapfx.config import Config, to_dict
 
+# The way to run an einsum that the gate chooses, among those that are forced.
+GATE = "gate"
 # Schedulers of ours.
 ORDERS = ("bottom_up", "top_down")
 

@@ -131,8 +131,7 @@ class Planner:
     @property
     def environment(self) -> cost.Environment:
         """What the gate prices sites for: this chip, these mesh axes on its links."""
-        axes = {r.axis: cost.AxisLinks(r.native_links, r.ring_load, r.max_hops) for r in self.placement.reports}
-        return cost.Environment(self.topology.chip, axes)
+        return cost.Environment.of(self.topology.chip, self.placement)
 
     @property
     def num_params(self) -> int:

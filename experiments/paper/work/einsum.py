@@ -8,8 +8,11 @@ from typing import Any
 
 from experiments import bench_run, bench_sites
 from experiments.bench_sites import Site, Sizes
+from experiments.paper.measurement import GATE
 from overlapfx.aot.slices import make_slice_mesh, parse_slice
 from overlapfx.aot.variants import OURS
+from overlapfx.config import Overlap
+from overlapfx.plan import cost
 
 
 def find(task: Mapping[str, Any]) -> dict[str, Any]:
@@ -21,13 +24,14 @@ def find(task: Mapping[str, Any]) -> dict[str, Any]:
     mesh, placement = make_slice_mesh(topology, {"y": task["y"], "x": task["x"]})
     sizes = Sizes(**task["sizes"])
     site = (bench_sites.make_sites(sizes, task["y"]) | ring_sites(sizes, task["y"]))[task["site"]]
-    known = bench_sites.variants()
+    known = bench_sites.variants() | {GATE: Overlap()}
     chosen = {name: known[name] for name in task["variants"]}
-    rows = [
-        dataclasses.asdict(row)
-        for row in bench_run.compile_for_slice(site, mesh, task["which"], chosen, topology, OURS.options)
-        if isinstance(row, bench_run.Row)
-    ]
+    with cost.pricing(cost.Environment.of(topology.chip, placement)):
+        rows = [
+            dataclasses.asdict(row)
+            for row in bench_run.compile_for_slice(site, mesh, task["which"], chosen, topology, OURS.options)
+            if isinstance(row, bench_run.Row)
+        ]
     return {
         "rows": rows,
         "peak_s": site.flops(task["which"]) / (mesh.size * topology.chip.per_device().peak_bf16_flops),
