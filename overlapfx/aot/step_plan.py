@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from overlapfx.aot import variants
+from overlapfx.aot import slices, variants
 from overlapfx.aot.assumptions import Assumptions
 from overlapfx.aot.compile import CompiledFor, compile_for
 from overlapfx.aot.hlo import parse_module
@@ -131,8 +131,7 @@ class Planner:
     @property
     def environment(self) -> cost.Environment:
         """What the gate prices sites for: this chip, these mesh axes on its links."""
-        axes = {r.axis: cost.AxisLinks(r.native_links, r.ring_load, r.max_hops) for r in self.placement.reports}
-        return cost.Environment(self.topology.chip, axes)
+        return slices.environment(self.topology, self.placement)
 
     @property
     def num_params(self) -> int:
