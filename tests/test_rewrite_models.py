@@ -69,7 +69,8 @@ def test_gradients_of_a_layer_stack(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "check_vma"), [*((name, True) for name in EXPECTED), ("sequence parallel", False), ("fully sharded", False)]
+    ("name", "check_vma"),
+    [*((name, True) for name in EXPECTED), ("sequence parallel", False), ("fully sharded", False)],
 )
 def test_what_is_rewritten(name: str, check_vma: bool) -> None:
     expected = EXPECTED[name]
