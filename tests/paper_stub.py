@@ -65,7 +65,11 @@ def _plan(task):
     """Ours takes 1 to 1.1 s, every other program 1.2 to 1.3 s."""
     step_s = (1.0 if task["variant"] == "ours" else 1.2) + 0.1 * _unit(task)
     parts = {"compute": {"einsum": 0.6 * step_s, "other": 0.1 * step_s}, "blocking": {"all-gather": 0.2 * step_s}}
-    orders = [{"scheduler": name, "step_s": step_s * (1 + 0.01 * n)} for n, name in enumerate(task["schedulers"])]
+    orders = [
+        {"scheduler": name, "step_s": step_s * (1 + 0.01 * n), "peak_bytes": (n + 1) * 2**31}
+        for n, name in enumerate(("as_written", *task["schedulers"]))
+    ]
+    scheduler = task["config"]["overlap"]["scheduler"]
     return {
         "name": task["variant"],
         "fits": True,
@@ -87,6 +91,7 @@ def _plan(task):
             {"name": f"site.{n}", "decision": "ring", "exposed_s": 0.01 * n, "blocking_s": 0.02, "compute_s": 0.1}
             for n in range(4)
         ],
+        "mechanism": "" if scheduler == "compiler" else "planted barriers",
         "lower_s": 1.0,
         "compile_s": 2.0,
         "links": {"0.5": 1.5 * step_s, "1": step_s, "2": 0.9 * step_s},
@@ -112,6 +117,21 @@ def _einsum(task):
     return {"rows": rows, "is_physical_cycle": {"x": task["x"] < 4}, "max_hops": {"x": 3}}
 
 
+def _rewrite(task):
+    def program(step_s):
+        waits = {"exposed_s": 0.1, "blocking_s": step_s - 0.9, "communication_share": (step_s - 0.8) / step_s}
+        return {**waits, "step_s": step_s, "compute_s": 0.8, "fits": True, "temporary_bytes": 2**33}
+
+    times = {"plain": 1.5, "plain, asynchronous": 1.25, "rewritten": 1.0}
+    lines = ["rewritten: AllGather over x, planted.py:1", "not rewritten: AllReduce over y, planted.py:2: a reason"]
+    return {
+        "programs": {way: program(step_s) for way, step_s in times.items()},
+        "num_rewritten": 3,
+        "num_left": 1,
+        "report": lines,
+    }
+
+
 def _rounding(task):
     ways = ("blocking, float32", "ring one, bfloat16")
     return {"errors": {way: {"rms": 1e-7 * n, "max": 1e-6 * n} for n, way in enumerate(ways, start=1)}}
@@ -126,6 +146,7 @@ _MADE_UP = {
     "plan": _plan,
     "count": lambda task: {"num_params": 123_456_789, "model_flops": 1e15, "hardware_flops": 1.2e15},
     "einsum": _einsum,
+    "rewrite": _rewrite,
     "rounding": _rounding,
     "training": _training,
 }

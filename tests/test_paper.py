@@ -13,11 +13,12 @@ import time
 
 import pytest
 
-from experiments import fig01, fig12, fig_training
+from experiments import fig01, fig12, fig16, fig_rewrite, fig_training
 from experiments.paper import code, command
 from experiments.paper.__main__ import FIGURES
 from experiments.paper.applications import applications
 from launch.sweep_store import Store
+from overlapfx.ops import order
 
 PROJECT = pathlib.Path(__file__).resolve().parent.parent
 STUB = str(PROJECT / "tests" / "paper_stub.py")
@@ -225,6 +226,8 @@ def test_the_quick_variant_for_real(tmp_path):
     check_pages(tmp_path)
     page = (tmp_path / "paper.md").read_text()
     assert "Without a result" not in page, page.split("Without a result")[1][:2000]
+    assert rows(page, fig_rewrite.FIGURE.title)["flax"][6] == "6 of 8", "AllReduces of gradients stay"
+    assert rows(page, fig16.FIGURE.title)[""][3] in order.MECHANISMS
     rounding = rows(page, "Beyond the paper: accuracy of ring accumulation")
     assert float(rounding["ring one, bfloat16"][2]) > 100 * float(rounding["ring one, float32"][2])
     again = call(tmp_path, program=program)

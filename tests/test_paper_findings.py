@@ -5,7 +5,7 @@ from __future__ import annotations
 import paper_stub
 import pytest
 
-from experiments import fig12, fig13, fig14, fig15, fig16, fig_gate, fig_goals, fig_training
+from experiments import fig12, fig13, fig14, fig15, fig16, fig_gate, fig_goals, fig_rewrite, fig_training, foreign
 from experiments.paper.__main__ import FIGURES
 from experiments.paper.applications import applications, gpt_sizes
 from experiments.paper.figure import Content, Table
@@ -61,10 +61,10 @@ def test_every_measurement_fills_its_slice(quick):
             if measurement.kind == "plan":
                 mesh = task["config"]["mesh"]
                 assert mesh["replica"] * mesh["y"] * mesh["x"] == parse_slice(task["slice"]).num_devices
-            elif measurement.kind == "einsum":
+            elif measurement.kind in ("einsum", "rewrite"):
                 assert task["y"] * task["x"] == parse_slice(task["slice"]).num_devices
             seen.add(measurement.kind)
-    assert seen == {"plan", "count", "einsum", "rounding", "training"}
+    assert seen == {"plan", "count", "einsum", "rewrite", "rounding", "training"}
     assert len({one.name for one in applications(quick)}) == (5 if quick else 6)
 
 
@@ -146,6 +146,38 @@ def test_schedulers(up, down, agrees):
         return {**paper_stub._plan(task), "step_s": step_s, "orders": []}
 
     assert found(fig16.FIGURE, make, "bottom-up") is agrees
+
+
+def test_orders_of_every_size_with_what_imposed_them():
+    measurements = fig16.FIGURE.measurements(False)
+    assert [m.name.split()[0] for m in measurements[:6]] == [one.name for one in gpt_sizes(False)]
+    imposed = {(m.task["config"]["name"], m.task["config"]["overlap"]["scheduler"]) for m in measurements[6:]}
+    assert imposed == {(f"gpt_{size}", order) for size in ("32B", "64B") for order in ("bottom_up", "top_down")}
+    made = records(measurements, lambda task: {**paper_stub._plan(task), "step_s": 1.1, "fits": True})
+    (table,) = fig16.FIGURE.content(False, Results(made, {"code": "now"})).tables
+    rows = [dict(enumerate(row)) for row in table.rows]
+    assert [row[0] for row in rows if row[0]] == [one.name for one in gpt_sizes(False)]
+    assert rows[0][4] == ""
+    assert [row[4] for row in rows[1:3]] == ["planted barriers"] * 2
+    assert [row[2:6] for row in table.rows[7:9]] == [("",) * 4] * 2, "128B is only reordered"
+    assert [row[8] for row in table.rows[6:9]] == ["2.0 GiB", "4.0 GiB", "6.0 GiB"]
+    assert table.rows[0][5] == "8.0 GiB"
+
+
+@pytest.mark.parametrize(("asynchronous_s", "gain"), [(1.25, "1.250x"), (1.75, "1.500x")])
+def test_rewritten_code_is_held_against_the_better_plain_program(asynchronous_s, gain):
+    def make(task):
+        found = paper_stub._rewrite(task)
+        found["programs"]["plain, asynchronous"]["step_s"] = asynchronous_s
+        return found
+
+    made = records(fig_rewrite.FIGURE.measurements(False), make)
+    table, lines = fig_rewrite.FIGURE.content(False, Results(made, {"code": "now"})).tables
+    assert [row[0] for row in table.rows] == list(foreign.PROGRAMS)
+    for row in table.rows:
+        assert row[1] == "1.5 s"
+        assert row[3:] == ("1 s", gain, "46.7 %", "20.0 %", "3 of 4")
+    assert ("flax", "not rewritten: AllReduce over y, planted.py:2: a reason") in lines.rows
 
 
 @pytest.mark.parametrize(("shift", "agrees"), [(1e-5, True), (0.5, False)])

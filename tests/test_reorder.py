@@ -7,7 +7,6 @@ from collections import Counter
 
 import pytest
 
-from experiments import schedulers as figure16
 from overlapfx.aot import hazards, variants
 from overlapfx.aot.assumptions import Assumptions
 from overlapfx.aot.hlo import Module, parse_module
@@ -168,21 +167,3 @@ class TestChoice:
     def test_unknown_names_are_refused(self) -> None:
         with pytest.raises(ValueError, match="--scheduler has 'best'; choose from compiler, as_written, bottom_up"):
             variants.choose_schedulers("best")
-
-
-class TestFigure16:
-    def test_table(self) -> None:
-        rows = [
-            figure16.Row("32B", "compiler", 10.0, 10.0, 8.0, 2.0, 2**30),
-            figure16.Row("32B", "bottom_up", 9.0, 8.0, 7.5, 0.5, 2**31, "asynchronous start and done"),
-            figure16.Row("32B", "top_down", 9.5),
-        ]
-        lines = figure16.table(rows).splitlines()
-        assert lines[2].split() == ["32B", "bottom_up", "8.000", "7.500", "0.500", "1.250x", "2.00", "9.000", "1.111x"]
-        assert lines[3].split() == ["32B", "top_down", "-", "-", "-", "-", "-", "9.500", "1.053x"]
-        assert "imposed by asynchronous start and done" in lines[4]
-
-    def test_unknown_sizes_are_refused(self, capsys: pytest.CaptureFixture[str]) -> None:
-        with pytest.raises(SystemExit):
-            figure16.main(["--size=7B"])
-        assert "choose from" in capsys.readouterr().err

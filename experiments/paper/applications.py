@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 
-from experiments.schedulers import SIZES
 from launch.config_file import load_config
 from overlapfx.config import Config, from_config_dict
 
@@ -47,6 +46,15 @@ _APPLICATIONS = (
     ),
     Application("BigSSL_10B", "configs/conformer.py:10B", "v4:4x4x8", OURS, tiny="configs/conformer.py:tiny"),
 )
+# Of the GPT series, with slices of as many chips as their mesh has.
+_GPT_SLICES = {
+    "32B": "v4:4x4x4",
+    "64B": "v4:4x4x8",
+    "128B": "v4:4x8x8",
+    "256B": "v4:8x8x8",
+    "512B": "v4:8x8x16",
+    "1024B": "v4:8x16x16",
+}
 # The quick variant: the tiny config of the same family in bfloat16, on the smallest slice with two axes.
 _QUICK_SLICE = "v4:2x2x1"
 _QUICK = ("mesh.y=2", "mesh.x=2", "model.num_layers=2", "model.compute_dtype=bfloat16", "overlap.mode=auto")
@@ -64,7 +72,7 @@ def gpt_sizes(quick: bool) -> tuple[Application, ...]:
     if quick:
         first = _stand_in(_APPLICATIONS[0])
         return dataclasses.replace(first, name="32B"), _wider(first, "1024B")
-    return tuple(Application(name, f"configs/gpt.py:{name}", topology) for name, topology in SIZES.items())
+    return tuple(Application(name, f"configs/gpt.py:{name}", topology) for name, topology in _GPT_SLICES.items())
 
 
 def smallest_gpt(quick: bool) -> Application:

@@ -6,7 +6,13 @@ from typing import Any
 
 from launch import sweep_basis
 
-_MODULES = (*sweep_basis.CODE, "experiments.paper.work", "experiments.bench_sites", "experiments.bench_run")
+_MODULES = (
+    *sweep_basis.CODE,
+    "experiments.paper.work",
+    "experiments.bench_sites",
+    "experiments.bench_run",
+    "experiments.foreign",
+)
 
 
 def code_hash() -> str:

@@ -75,6 +75,16 @@ def einsum(
     return Measurement("einsum", f"{site} {topology} y={y} x={x} {which}", task)
 
 
+def rewrite(program: str, topology: str, mesh: tuple[int, int], sizes: Mapping[str, int], mode: str) -> Measurement:
+    """One of `experiments.foreign` with its gradient, compiled for a slice with a mesh (y, x): plain and rewritten.
+
+    mode: as `Overlap.mode`, with which it is rewritten.
+    """
+    y, x = mesh
+    task = {"program": program, "slice": topology, "y": y, "x": x, "sizes": dict(sizes), "mode": mode}
+    return Measurement("rewrite", f"{program} {topology} y={y} x={x} rewritten", task)
+
+
 def rounding(num_devices: int, sizes: Mapping[str, int], seed: int) -> Measurement:
     """The error of a ReduceScatter over simulated devices, by method and dtype of the accumulator."""
     task = {"num_devices": num_devices, "sizes": dict(sizes), "seed": seed}

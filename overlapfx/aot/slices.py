@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from overlapfx import chips
+from overlapfx.plan import cost
 from overlapfx.plan.placement import Placement, place
 from overlapfx.plan.torus import Coord, Torus
 
@@ -216,3 +217,9 @@ def make_slice_mesh(wanted: Slice, axes: Mapping[str, int], torus: Torus | None 
     grid = np.array(ordered, dtype=object).reshape(tuple(axes.values()))
     auto = (jax.sharding.AxisType.Auto,) * len(axes)
     return jax.sharding.Mesh(grid, tuple(axes), axis_types=auto), placement
+
+
+def environment(wanted: Slice, placement: Placement) -> cost.Environment:
+    """What the gate prices einsums for: this chip, the axes of a mesh from `make_slice_mesh` on its links."""
+    axes = {r.axis: cost.AxisLinks(r.native_links, r.ring_load, r.max_hops) for r in placement.reports}
+    return cost.Environment(wanted.chip, axes)

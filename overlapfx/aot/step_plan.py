@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from overlapfx.aot import variants
+from overlapfx.aot import slices, variants
 from overlapfx.aot.assumptions import Assumptions
 from overlapfx.aot.compile import CompiledFor, compile_for
 from overlapfx.aot.hlo import parse_module
@@ -131,7 +131,7 @@ class Planner:
     @property
     def environment(self) -> cost.Environment:
         """What the gate prices sites for: this chip, these mesh axes on its links."""
-        return cost.Environment.of(self.topology.chip, self.placement)
+        return slices.environment(self.topology, self.placement)
 
     @property
     def num_params(self) -> int:

@@ -16,9 +16,10 @@ _ASYNC: Options = MappingProxyType(
     {
         "xla_enable_async_all_gather": "true",
         "xla_tpu_enable_latency_hiding_scheduler": "true",
-        # Without these the scheduler keeps one gather in flight, and puts ends of transfers right behind their starts
-        # as soon as it fears for memory, long before it runs out.
+        # Without these the scheduler keeps one gather and a handful of permutes in flight, and puts ends of transfers
+        # right behind their starts as soon as it fears for memory, long before it runs out.
         "xla_max_concurrent_async_all_gathers": "4",
+        "xla_max_concurrent_async_collective_permutes": "32",
         "xla_tpu_enable_scheduler_memory_pressure_tracking": "false",
     }
 )

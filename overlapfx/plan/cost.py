@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from overlapfx.chips import TPU_V4, Chip
 from overlapfx.plan.pattern import Axes, Problem
-from overlapfx.plan.placement import Placement
 from overlapfx.plan.prices import PRICES, Prices
 from overlapfx.plan.slots import Slot
 
@@ -37,11 +36,6 @@ class Environment:
 
     chip: Chip = TPU_V4
     axes: Mapping[str, AxisLinks] = dataclasses.field(default_factory=dict)
-
-    @classmethod
-    def of(cls, chip: Chip, placement: Placement) -> Environment:
-        """That of a mesh which lies so on a slice of such chips."""
-        return cls(chip, {r.axis: AxisLinks(r.native_links, r.ring_load, r.max_hops) for r in placement.reports})
 
     @property
     def prices(self) -> Prices:

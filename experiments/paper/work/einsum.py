@@ -9,7 +9,7 @@ from typing import Any
 from experiments import bench_run, bench_sites
 from experiments.bench_sites import Site, Sizes
 from experiments.paper.measurement import GATE
-from overlapfx.aot.slices import make_slice_mesh, parse_slice
+from overlapfx.aot.slices import environment, make_slice_mesh, parse_slice
 from overlapfx.aot.variants import OURS
 from overlapfx.config import Overlap
 from overlapfx.plan import cost
@@ -26,7 +26,7 @@ def find(task: Mapping[str, Any]) -> dict[str, Any]:
     site = (bench_sites.make_sites(sizes, task["y"]) | ring_sites(sizes, task["y"]))[task["site"]]
     known = bench_sites.variants() | {GATE: Overlap()}
     chosen = {name: known[name] for name in task["variants"]}
-    with cost.pricing(cost.Environment.of(topology.chip, placement)):
+    with cost.pricing(environment(topology, placement)):
         rows = [
             dataclasses.asdict(row)
             for row in bench_run.compile_for_slice(site, mesh, task["which"], chosen, topology, OURS.options)

@@ -42,9 +42,16 @@ def find(task: Mapping[str, Any]) -> dict[str, Any]:
             "step_s": outcome.step_s,
             "links": _by_link_factor(planner, outcome),
             "sites": [{name: site[name] for name in _SITE_FIELDS} for site in found["sites"]],
+            "mechanism": _mechanism(outcome),
         }
         found.pop("transfers")
     return found
+
+
+def _mechanism(plan: StepPlan) -> str:
+    """What imposed the order of the config's scheduler, as noted while tracing; "" for the compiler's own."""
+    orders = {call.order for site in plan.sites for call in site.calls}
+    return ", ".join(sorted({order.partition(" by ")[2] for order in orders} - {""}))
 
 
 def _by_link_factor(planner: Planner, plan: StepPlan) -> dict[str, float]:
