@@ -1,12 +1,13 @@
-# Source: GPT scaling series on TPU v4 (public configuration; table "Models" of the specification); tiny is ours, and so
-#     is meena_500B, which reaches the named size of the paper's Meena (vocabulary of 8192 as Meena's).
+# Source: GPT scaling series on TPU v4 (public configuration; table "Models" of the specification); tiny and 1B
+#     are ours, and so is meena_500B, which reaches the named size of the paper's Meena (vocabulary of 8192 as Meena's).
 # Expected: tiny ends below 2.2 nats per byte on pystdlib after 300 steps.
 #     Published MFU on v4, without recomputation, read off a plot (+-0.3): 32B 42.2 %, 128B 48.3 %, 256B 53.0 %,
 #     512B 48.8 %, 1024B 53.5 %; 64B is not published.
-#     meena_500B: no published figure.
+#     1B, meena_500B: no published figure.
 # Command: make train, the same as: python -m launch.train --config=configs/gpt.py:tiny
+#     python -m experiments.single_chip, which trains 1B
 #     overlapfx plan --config=configs/gpt.py:meena_500B --topology=v4:8x8x16
-"""Decoders: a tiny byte-level one for a laptop, six of the published GPT scaling series, a Meena."""
+"""Decoders: a tiny byte-level one for a laptop, one for one chip, six of the published GPT scaling series, a Meena."""
 
 from __future__ import annotations
 
@@ -31,9 +32,13 @@ def get_config(name: str = "tiny") -> ConfigDict:
         return _tiny()
     if name in PUBLISHED:
         return _published(name)
+    if name == "1B":
+        return _one_chip()
     if name == "meena_500B":
         return _meena()
-    raise ValueError(f"configs/gpt.py has no config {name!r}; choose one of tiny, {', '.join(PUBLISHED)}, meena_500B.")
+    raise ValueError(
+        f"configs/gpt.py has no config {name!r}; choose one of tiny, 1B, {', '.join(PUBLISHED)}, meena_500B."
+    )
 
 
 def _tiny() -> ConfigDict:
@@ -98,6 +103,27 @@ def _published(name: str) -> ConfigDict:
     # Four row stripes hide each other's communication. What a layer gathers when it is recomputed lives until its own
     # backward pass only, so that keeping it costs little memory; that of the 512B is full without it.
     config.overlap.update({"row_stripes": 4, "save_gathered": name != "512B"})
+    return config
+
+
+def _one_chip() -> ConfigDict:
+    """0.976 billion parameters, which with their float32 Adam state and all activations fit into 32 GiB."""
+    config = _published("32B")
+    config.name = "gpt_1B"
+    config.model.update(
+        {
+            "num_layers": 18,
+            "d_model": 2048,
+            "d_ff": 8192,
+            "num_heads": 16,
+            "num_kv_heads": 16,
+            "seq_len": 2048,
+            "remat": "none",
+        }
+    )
+    config.mesh.update({"y": 1, "x": 1})
+    config.data.global_batch = 4
+    config.overlap.update({"row_stripes": 1, "save_gathered": False})  # nothing is communicated
     return config
 
 

@@ -25,9 +25,16 @@ def vary(x: jax.Array, axes: frozenset[str]) -> jax.Array:
 
 
 def target_platform() -> str:
-    """Platform of the devices that the code being traced will run on, "cpu" or "tpu"; not always this process's own."""
+    """Platform of the devices that the code being traced is for: "cpu", "gpu" or "tpu"; maybe not this process's."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     return jax.default_backend() if device is None else device.platform
+
+
+def cuda_capability() -> tuple[int, ...] | None:
+    """The compute capability of this process's first device, such as (9, 0); None unless that is an NVIDIA GPU."""
+    version = getattr(jax.local_devices()[0], "compute_capability", "")
+    # AMD GPUs have the attribute too, with a name like gfx90a in it.
+    return tuple(map(int, version.split("."))) if version.replace(".", "").isdigit() else None
 
 
 def bind_params(eqn: Any) -> tuple[list[Any], dict[str, Any]]:

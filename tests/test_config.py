@@ -91,7 +91,7 @@ def test_published_sizes(name: str) -> None:
 
 def test_all_names_of_the_file_are_tested() -> None:
     assert set(gpt.PUBLISHED) == set(TABLE)
-    names = "tiny, 32B, 64B, 128B, 256B, 512B, 1024B, meena_500B"
+    names = "tiny, 1B, 32B, 64B, 128B, 256B, 512B, 1024B, meena_500B"
     with pytest.raises(ValueError, match=rf"no config '16B'; choose one of {names}\."):
         gpt.get_config("16B")
 

@@ -197,7 +197,7 @@ def test_cost_by_hand():
 
 @pytest.mark.parametrize("remat", ["none", "all", "attention"])
 def test_flops_by_formula_and_in_the_program(monkeypatch, remat):  # C23
-    monkeypatch.setattr(Attention, "_is_fused", lambda *operands: True)
+    monkeypatch.setattr(Attention, "_kernel", lambda *operands: fused_attend)
     sizes = {"head_dim": HEAD_DIM, "seq_len": 128, "num_heads": 4, "num_kv_heads": 2, "num_layers": 3}
     model = dataclasses.replace(SMALL, remat=remat, **sizes)
     run = GPT.run(2, 2, model=model)

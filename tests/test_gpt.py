@@ -136,6 +136,7 @@ def test_flops_by_hand():
 @pytest.mark.parametrize(
     ("name", "billions"),
     [
+        ("1B", 0.976),
         ("32B", 32.5),
         ("64B", 64.5),
         ("128B", 129.0),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 from overlapfx import compat
 from overlapfx.config import Overlap
 from overlapfx.layers import param
+from overlapfx.layers.cudnn_attention import cudnn_attend, cudnn_obstacle
 from overlapfx.layers.fused_attention import CONTEXT, fused_attend, obstacle
 from overlapfx.ops import layout
 from overlapfx.ops.collective_einsum import (
@@ -28,6 +29,8 @@ from overlapfx.ops.collective_einsum import (
 _log = logging.getLogger(__name__)
 # For rematerialisation: what a policy may save of this layer, besides CONTEXT.
 OUTPUT = "attention_output"
+# By platform: attention as one kernel, and what tells why it cannot be.
+_KERNELS = {"tpu": (fused_attend, obstacle), "gpu": (cudnn_attend, cudnn_obstacle)}
 
 
 class Attention(nnx.Module):
@@ -36,7 +39,7 @@ class Attention(nnx.Module):
 
     num_kv_heads: num_heads for multi-head attention, a divisor of it for grouped-query attention.
     rotary: rotate queries and keys by their position.
-    fused: attention as one kernel: "on", "off", or "auto", on TPU where it can be; where not, the log says why.
+    fused: attention as one kernel: "on", "off", or "auto", on TPU and GPU where it can be; where not, the log says why.
     name: what the names of its sites begin with.
     """
 
@@ -112,27 +115,30 @@ class Attention(nnx.Module):
     ) -> Array:
         if self.rotary:
             q_BTNH, k_BSKH = rotate(q_BTNH), rotate(k_BSKH)
-        if self._is_fused(q_BTNH, k_BSKH, bias_NTS):
+        fused = self._kernel(q_BTNH, k_BSKH, bias_NTS)
+        if fused is not None:
             kernel = layout.on_each_device(
-                functools.partial(fused_attend, causal=self.causal), ("btnh", "bsnh", "bsnh", "bt", "bs"), "btnh"
+                functools.partial(fused, causal=self.causal), ("btnh", "bsnh", "bsnh", "bt", "bs"), "btnh"
             )
             return kernel(q_BTNH, k_BSKH, v_BSKH, segments_BT, source_BS)
         mask_BTS = segment_mask(segments_BT, source_BS, self.causal)
         return checkpoint_name(attend(q_BTNH, k_BSKH, v_BSKH, mask_BTS, bias_NTS), CONTEXT)
 
-    def _is_fused(self, q_BTNH: Array, k_BSKH: Array, bias_NTS: Array | None) -> bool:
-        """Raises ValueError where it must be fused and cannot be."""
-        if self.fused == "off" or (self.fused == "auto" and compat.target_platform() != "tpu"):
-            return False
+    def _kernel(self, q_BTNH: Array, k_BSKH: Array, bias_NTS: Array | None) -> Callable[..., Array] | None:
+        """The platform's kernel, None if it is not to be fused; raises ValueError where it must be and cannot be."""
+        platform = compat.target_platform()
+        if self.fused == "off" or (self.fused == "auto" and platform not in _KERNELS):
+            return None
+        kernel, obstacle_to = _KERNELS.get(platform, _KERNELS["tpu"])  # which is interpreted anywhere else
         num_tokens, head_dim = q_BTNH.shape[1], q_BTNH.shape[-1]
-        why = obstacle(num_tokens, k_BSKH.shape[1], head_dim, q_BTNH.dtype, causal=self.causal)
+        why = obstacle_to(num_tokens, k_BSKH.shape[1], head_dim, q_BTNH.dtype, causal=self.causal)
         if bias_NTS is not None:
             why = "its scores get a bias"
         if why is not None and self.fused == "on":
             raise ValueError(f"{self.name} cannot be one kernel because {why}; use fused='auto' or 'off'.")
         if why is not None:
             _say_once(f"{self.name} is not one kernel because {why}.")
-        return why is None
+        return kernel if why is None else None
 
     def _project(
         self, xs_BTD: Sequence[Array], source: tuple[Float[Array, "B S D"], Int[Array, "B S"]] | None
