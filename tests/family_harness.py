@@ -45,9 +45,9 @@ class Run:
         return optimizer.make_optimizer(self.config.optimizer, self.config.train.num_steps)
 
     def start_from(self, first: state.TrainState) -> None:
-        """Lays copies of the arrays of another run's state over this mesh."""
+        """Lays copies of the arrays of another run's state, or of a reference's, over this mesh."""
         layouts = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state)
-        self.state = jax.device_put(jax.tree.map(jnp.copy, first), layouts)  # a step deletes what it is given
+        self.state = jax.device_put(jax.tree.map(_copy, first), layouts)  # a step deletes what it is given
 
     def eval_loss(self, seed: int = 0) -> float:
         """Mean loss of one fixed random batch."""
@@ -64,6 +64,11 @@ class Run:
 
     def place(self, host: dict[str, np.ndarray]) -> Any:
         return jax.device_put(host, NamedSharding(self.mesh, step.batch_spec(self.mesh)))
+
+
+def _copy(leaf: Any) -> Any:
+    """On the host, where nothing is compiled to copy an array or to cut it for a mesh; NumPy does not hold keys."""
+    return jnp.copy(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else np.array(leaf)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +123,7 @@ class Family:
     def reference(self) -> Reference:
         """Three steps on one device: what all meshes must agree with."""
         run = self.run(1, 1)
-        first = jax.tree.map(jnp.copy, run.state)
+        first = jax.tree.map(_copy, run.state)
         eval_loss = run.eval_loss()
         return Reference(first, eval_loss, run.steps(3), jax.tree.map(np.asarray, run.state.params))
 

@@ -44,7 +44,8 @@ SMALL = BERT.config.model
 
 @pytest.mark.parametrize(("y", "x"), MESHES, ids=lambda v: str(v))
 def test_same_losses_on_every_mesh_overlapped_or_not(y, x):  # C25
-    BERT.assert_same_on(y, x)
+    # A GPT's layers, which test_gpt.py takes through every mesh in stripes; they double what is compiled.
+    BERT.assert_same_on(y, x, row_stripes=2 if y == 4 else 1)
 
 
 def test_a_token_sees_both_ways_within_its_document():
