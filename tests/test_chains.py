@@ -110,6 +110,8 @@ def test_stripes_by_hand() -> None:
     assert stripe_sizes(12, 4, grow=False) == (3, 3, 3, 3)
     assert stripe_sizes(2, 4, grow=True) == (1, 1)
     assert stripe_sizes(0, 4, grow=True) == (0,)
+    assert stripe_sizes(16384, 4, grow=True) == (2048, 4096, 5120, 5120)
+    assert stripe_sizes(64, 4, grow=True) == (8, 16, 16, 24)
 
 
 @given(size=st.integers(1, 300), pieces=st.integers(1, 12), grow=st.booleans())

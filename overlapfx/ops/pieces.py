@@ -138,9 +138,10 @@ def place(
     """Writes a piece into a buffer along `dim`, making the buffer first if there is none.
 
     DynamicUpdateSlice and not concatenate: XLA updates in place, while a concatenation copies every piece once more.
+    The buffer holds anything at first, as pieces cover it: zeros would be written before the first of them is.
     """
     if buffer is None:
-        buffer = compat.vary(jnp.zeros(shape, piece.dtype), compat.varying_axes(piece))
+        buffer = compat.vary(lax.empty(tuple(shape), piece.dtype), compat.varying_axes(piece))
     return lax.dynamic_update_slice_in_dim(buffer, piece, start, axis=dim)
 
 

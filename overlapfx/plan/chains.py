@@ -122,19 +122,26 @@ def scatter_chains(
     return tuple(chains)
 
 
+# Numbers of rows that the parts of an einsum should have, or a multiple of them.
+_UNITS = (1024, 512, 256, 128, 64, 32, 16, 8)
+
+
 def stripe_sizes(size: int, pieces: int, grow: bool) -> tuple[int, ...]:
     """Cuts `size` into at most `pieces` parts; growing ones start small, so that little is exposed before the first
     product.
 
-    Growing parts have sizes in the ratio 1 : 2 : 2 : ...; every part is at least 1 and they add up to `size`.
+    Growing parts have sizes in the ratio 1 : 2 : 2 : ..., about: where they can, all are multiples of a large power of
+    two, since einsums of any other number of rows are dearer, and so is placing what they give. Every part is at least
+    1 and they add up to `size`.
     """
     pieces = max(1, min(pieces, size))
     weights = [1] + [2 if grow else 1] * (pieces - 1)
     total = sum(weights)
+    unit = next((u for u in _UNITS if size % u == 0 and size // u >= total), 1)
     bounds = [0]
     for i in range(pieces):
-        ideal = size * sum(weights[: i + 1]) // total
-        bounds.append(max(ideal, bounds[-1] + 1) if i < pieces - 1 else size)
-    sizes = tuple(b - a for a, b in itertools.pairwise(bounds))
+        ideal = size // unit * sum(weights[: i + 1]) // total
+        bounds.append(max(ideal, bounds[-1] + 1) if i < pieces - 1 else size // unit)
+    sizes = tuple((b - a) * unit for a, b in itertools.pairwise(bounds))
     assert sum(sizes) == size and min(sizes) >= (1 if size else 0), (size, pieces, sizes)
     return sizes
