@@ -135,4 +135,5 @@ def _meena() -> ConfigDict:
         {"vocab_size": 8192, "num_layers": 120, "d_model": 18432, "d_ff": 65536, "num_heads": 192, "num_kv_heads": 192}
     )
     config.data.global_batch = 2048
+    config.overlap.save_gathered = True
     return config
