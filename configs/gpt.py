@@ -98,11 +98,11 @@ def _published(name: str) -> ConfigDict:
     )
     config.mesh.update({"y": y, "x": x})
     config.data.global_batch = global_batch
-    if name in ("32B", "512B"):  # all tokens of a device are more than its memory holds at once
+    if name == "512B":  # 65536 tokens a device are more than its memory holds at once
         config.optimizer.grad_accum = 2
-    # Row stripes hide each other's communication, if they are not too small. What a layer gathers when it is recomputed
-    # lives until its own backward pass only, so that keeping it costs little memory; that of the 512B is full without.
-    config.overlap.update({"row_stripes": 2 if name == "32B" else 4, "save_gathered": name != "512B"})
+    # Four row stripes hide each other's communication. What a layer gathers when it is recomputed lives until its own
+    # backward pass only, so that keeping it costs little memory; that of the 512B is full without it.
+    config.overlap.update({"row_stripes": 4, "save_gathered": name != "512B"})
     return config
 
 

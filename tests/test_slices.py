@@ -6,6 +6,7 @@ import importlib.util
 import math
 import os
 import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from overlapfx.aot import compile as compile_module
 from overlapfx.aot import slices
 from overlapfx.aot.assumptions import Assumptions
 from overlapfx.aot.compile import Unreadable, compile_for
@@ -168,6 +170,19 @@ class TestCompile:
         mesh, _ = make_slice_mesh(wanted, {"y": 2, "x": 2})
         with pytest.raises(ValueError, match="refuses an option"):
             compile_for(wanted, lambda x: x + 1, [abstract(mesh, (8, 128), P("y"))], {"xla_no_such_flag": True})
+
+    def test_temporaries_are_those_that_live_at_once(self):
+        stats = types.SimpleNamespace(
+            argument_size_in_bytes=200,
+            output_size_in_bytes=150,
+            alias_size_in_bytes=140,
+            temp_size_in_bytes=1500,  # what is set apart, some of it never at once
+            generated_code_size_in_bytes=3,
+            peak_memory_in_bytes=1000,
+        )
+        found = compile_module._memory(stats)
+        assert found.temporaries == 1000 - 200 - 10
+        assert found.total == 1003
 
     def test_versions_that_do_not_go_together(self):
         wanted = parse_slice("v4:2x2x1")
