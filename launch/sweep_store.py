@@ -31,8 +31,7 @@ class Store:
 
     def __init__(self, folder: pathlib.Path, option: str = "--out") -> None:
         self.folder, self.path = folder, folder / FILE_NAME
-        if folder.exists() and not folder.is_dir():
-            raise ValueError(f"{option} is {folder}, which is a file; give a directory.")
+        _check_folder(folder, option)
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._lock = take_lock(folder / _LOCK_NAME, f"{option}={folder}")
@@ -83,6 +82,7 @@ def read(folder: pathlib.Path, option: str = "--out") -> Stored:
 
     Raises ValueError for a file that is not one of ours; option: what the error calls the directory.
     """
+    _check_folder(folder, option)
     path = folder / FILE_NAME
     text = path.read_bytes().decode("utf-8", "replace") if path.exists() else ""
     results: dict[str, dict[str, Any]] = {}
@@ -100,6 +100,11 @@ def read(folder: pathlib.Path, option: str = "--out") -> Stored:
         if record["format"] == FORMAT:
             results[record["key"]] = record
     return Stored(results, torn, bool(text) and not text.endswith("\n"))
+
+
+def _check_folder(folder: pathlib.Path, option: str) -> None:
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{option} is {folder}, which is a file; give a directory.")
 
 
 def _sync_folder(folder: pathlib.Path) -> None:

@@ -104,3 +104,5 @@ def test_results_can_be_read_while_another_process_adds_to_them(tmp_path):
     (tmp_path / "results.jsonl").write_text("something else\n")
     with pytest.raises(ValueError, match="line 1 of .* is no result of a sweep; choose another --results."):
         read(tmp_path, "--results")
+    with pytest.raises(ValueError, match=r"--results is .*results\.jsonl, which is a file; give a directory\."):
+        read(tmp_path / "results.jsonl", "--results")
