@@ -92,7 +92,7 @@ def test_sites_are_json() -> None:
         (
             "configs/gpt.py:huge",
             [],
-            "configs/gpt.py has no config 'huge'; choose one of tiny, 32B, 64B, 128B, 256B, 512B",
+            "configs/gpt.py has no config 'huge'; choose one of tiny, 1B, 32B, 64B, 128B, 256B, 512B",
         ),
         (TINY, ["mesh.z=1"], "--config.mesh.z is not a field; the fields of mesh are replica, x, y."),
         (
