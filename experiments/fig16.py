@@ -72,8 +72,8 @@ def _content(quick: bool, results: Results) -> Content:
         "Imposed: the order is part of the program that is compiled. Reordered: the compiler's own instructions in "
         "another order, as if it could be had for nothing; the compiler might have fused or placed otherwise.",
         f"Orders are imposed on {' and '.join(_IMPOSED)} only, where compiling the step once more per order is cheap. "
-        "Temporaries: what the compiler reserves. Peak of temporaries: counted here for each order of the same "
-        "instructions, so to be compared among themselves.",
+        "Temporaries: what lives at once, as the compiler counts. Peak of temporaries: counted here for each order of "
+        "the same instructions, so to be compared among themselves.",
     )
     return Content((Table(_COLUMNS, rows),), picture, (_finding(pairs),), notes)
 

@@ -28,6 +28,7 @@ from overlapfx.plan import cost
 
 PROG = "experiments.pieces"
 _STRIPES = 4
+_NARROW, _STRIPED = "ours, bfloat16 sums", "ours, stripes"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Piece:
     """A part of a layer on a slice with a mesh (y, x); times in milliseconds.
 
     shapes: of its operands, with how they lie; out: how results lie. make: the function on one device for a way to
-    overlap. goal_ms: what the project wants of ours.
+    overlap. goal_ms: what the project wants of ours. more: a way of `_WAYS` besides blocking and the gate's, if any.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Piece:
     shapes: Sequence[tuple[tuple[int, ...], P]]
     out: Any
     make: Callable[[Overlap], Callable[..., Any]]
+    more: tuple[str, ...] = ()
 
 
 def mlp(overlap: Overlap) -> Callable[..., Any]:
@@ -95,9 +97,18 @@ def pieces(topology: str = "v4:8x8x8", mesh: tuple[int, int] = (64, 8), shrink: 
     small = ("v4:4x4x4", (16, 4)) if shrink == 1 else (topology, mesh)
     gathered = (((tokens // 8 * small[1][0], square), P("y")), ((square, square * small[1][1]), P("y", "x")))
     return (
-        Piece("MLP forward", topology, mesh, 76.0, operands, both, mlp),
-        Piece("MLP forward + backward", topology, mesh, None, (*operands, operands[0]), grads, mlp_with_gradients),
-        Piece("contracting weight gather", *small, 5.2, gathered, P("y", "x"), gathered_weight),
+        Piece("MLP forward", topology, mesh, 76.0, operands, both, mlp, (_NARROW,)),
+        Piece(
+            "MLP forward + backward",
+            topology,
+            mesh,
+            None,
+            (*operands, operands[0]),
+            grads,
+            mlp_with_gradients,
+            (_NARROW,),
+        ),
+        Piece("contracting weight gather", *small, 5.2, gathered, both, gathered_weight, (_STRIPED,)),
         Piece(
             "Einsum-ReduceScatter, float32",
             topology,
@@ -115,8 +126,8 @@ def pieces(topology: str = "v4:8x8x8", mesh: tuple[int, int] = (64, 8), shrink: 
 _WAYS: Mapping[str, Overlap] = {
     "blocking": Overlap(mode="off"),
     "ours": Overlap(),
-    "ours, bfloat16 sums": Overlap(accum_dtype="bfloat16"),
-    "ours, stripes": Overlap(method="stripe"),
+    _NARROW: Overlap(accum_dtype="bfloat16"),
+    _STRIPED: Overlap(method="stripe"),
 }
 
 
@@ -125,11 +136,8 @@ def rows(piece: Piece) -> Iterator[tuple[str, float, float, float]]:
     topology = slices.parse_slice(piece.topology)
     mesh, placement = slices.make_slice_mesh(topology, dict(zip(("y", "x"), piece.mesh, strict=True)))
     assumptions = Assumptions.for_slice(topology)
-    for way, overlap in _WAYS.items():
-        if (way == "ours, stripes") != (piece.make is gathered_weight) and way not in ("blocking", "ours"):
-            continue
-        if way == "ours, bfloat16 sums" and piece.make is scattered_product:
-            continue
+    for way in ("blocking", "ours", *piece.more):
+        overlap = _WAYS[way]
         options = {} if overlap.mode == "off" else variants.OURS.options
         with cost.pricing(slices.environment(topology, placement)):
             made = compile_for(topology, _jitted(piece, mesh, overlap), _arguments(piece, mesh), options)
