@@ -27,6 +27,8 @@ _HEARTBEAT_S = 30  # after which JAX ends the processes that outlive another one
 _SOURCES = re.compile(
     r", metadata=\{[^{}]*\}|^(?:FileNames|FunctionNames|FileLocations|StackFrames)\n(?:\d+ .*\n)*", re.MULTILINE
 )
+# Names of instructions and computations, and of the parameters in a computation's first line.
+_NAMES = re.compile(r"%[\w.-]+|(?<=[(\s])[\w.-]+(?=: )")
 
 
 class Peers:
@@ -91,7 +93,7 @@ class _AgreeingLowered:
         """Compiles, then compares with the other processes: programs that differ would wait for each other forever."""
         traced = self._lowered.as_text()
         compiled = self._lowered.compile()
-        text = without_sources(compiled.as_text() or "")
+        text = same_names(without_sources(compiled.as_text() or ""))
         facts = {"the traced program": _digest(traced), "the compiled program": _digest(text)}
         self._rendezvous.agree("the end of compilation", facts)
         return compiled
@@ -103,6 +105,15 @@ def without_sources(text: str) -> str:
     A program from the compilation cache tells of the lines as they were when it was compiled; it is the same program.
     """
     return _SOURCES.sub("", text)
+
+
+def same_names(text: str) -> str:
+    """A compiled program whose names are numbered in the order of their first appearance.
+
+    JAX leaves out of the cache's key what the names are numbered by: a cached program has the names of its own time.
+    """
+    numbers: dict[str, str] = {}
+    return _NAMES.sub(lambda found: numbers.setdefault(found[0].lstrip("%"), f"%{len(numbers)}"), text)
 
 
 @contextlib.contextmanager

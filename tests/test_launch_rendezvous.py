@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from launch import identity as identities
-from launch.distributed import Peers, without_sources
+from launch.distributed import Peers, same_names, without_sources
 from launch.identity import Identity, identify
 from launch.local import free_port
 from launch.rendezvous import Interrupted, NotTogether, Rendezvous
@@ -299,3 +299,24 @@ def test_a_tpu_vm_says_which_worker_it_is(metadata: dict[str, str], expected: Id
     assert identify(shared, lambda key: metadata.get(key, "")) == expected
     with pytest.raises(ValueError, match=f"belongs to {slices} slices but the job was launched for 4"):
         identify({**shared, "OVERLAPFX_NUM_SLICES": "4"}, lambda key: metadata.get(key, ""))
+
+
+def test_how_instructions_are_numbered_is_no_difference() -> None:
+    """A cached program may have other numbers in its names; what is connected to what must be the same."""
+    text = """%add.1 (a.5: f32[2], b.6: f32[2]) -> f32[2] {
+  ROOT %sum.7 = f32[2] add(%a.5, %b.6)
+}
+
+ENTRY %main.9 (x: f32[2], y: f32[2]) -> f32[2] {
+  %u.3 = f32[2] negate(%x)
+  %v.4 = f32[2] negate(%y)
+  ROOT %w = f32[2] fusion(%u.3, %v.4), calls=%add.1, backend_config={"a":"b"}
+}
+"""
+    renamed = text
+    for name, other in (("u.3", "u.30"), ("v.4", "u.3"), ("add.1", "add.2"), ("a.5", "p"), ("main.9", "main")):
+        renamed = renamed.replace(f"%{name}", f"%{other}").replace(f"({name}:", f"({other}:")
+    assert same_names(renamed) == same_names(text)
+    others = (("(%u.3, %v.4)", "(%v.4, %u.3)"), ("negate(%y)", "negate(%x)"), ("add(", "subtract("), ('"b"', '"c"'))
+    for old, new in others:
+        assert same_names(text.replace(old, new)) != same_names(text)
