@@ -17,10 +17,8 @@ from experiments import bench_sites
 from experiments.bench_sites import Site
 from overlapfx.aot.assumptions import Assumptions
 from overlapfx.aot.compile import compile_for
-from overlapfx.aot.hlo import parse_module
-from overlapfx.aot.lowering import lower
+from overlapfx.aot.read import time_line
 from overlapfx.aot.slices import Slice
-from overlapfx.aot.timeline import walk
 from overlapfx.config import Overlap
 from overlapfx.plan.decide import CallSite, record_sites
 
@@ -132,11 +130,11 @@ def compile_for_slice(
 ) -> Iterator[str | Row]:
     """Compiles every variant for a slice and walks its schedule; yields notes, rows as they come. bfloat16 operands."""
     traced, skipped = trace_all(site, mesh, which, variants, jnp.bfloat16)
-    assumptions = Assumptions.for_chip(topology.chip)
+    assumptions = Assumptions.for_slice(topology)
     for program in traced:
         arguments = bench_sites.arguments(site, mesh, jnp.bfloat16)
         made = compile_for(topology, program.fn, arguments, compiler_options)
-        line = walk(lower(parse_module(made.text)), topology.torus, made.coords, assumptions)
+        line = time_line(made, assumptions)
         yield f"{site.name} {which}, {program.variant}: compiled in {made.compile_s:.1f} s"
         yield Row(
             site.name,

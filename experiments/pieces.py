@@ -19,9 +19,7 @@ from launch.progress import Progress
 from overlapfx.aot import slices, variants
 from overlapfx.aot.assumptions import Assumptions
 from overlapfx.aot.compile import compile_for
-from overlapfx.aot.hlo import parse_module
-from overlapfx.aot.lowering import lower
-from overlapfx.aot.timeline import walk
+from overlapfx.aot.read import time_line
 from overlapfx.config import Overlap
 from overlapfx.ops.collective_einsum import collective_einsum, collective_einsum_grid
 from overlapfx.plan import cost
@@ -141,7 +139,7 @@ def rows(piece: Piece) -> Iterator[tuple[str, float, float, float]]:
         options = {} if overlap.mode == "off" else variants.OURS.options
         with cost.pricing(slices.environment(topology, placement)):
             made = compile_for(topology, _jitted(piece, mesh, overlap), _arguments(piece, mesh), options)
-        line = walk(lower(parse_module(made.text)), assumptions.network(topology), made.coords, assumptions)
+        line = time_line(made, assumptions)
         yield way, 1e3 * line.total_s, 1e3 * line.compute_s, 1e3 * (line.exposed_s + line.blocking_s)
 
 

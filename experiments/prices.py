@@ -99,17 +99,14 @@ class _Timer:
 
         from overlapfx.aot.assumptions import Assumptions
         from overlapfx.aot.compile import compile_for
-        from overlapfx.aot.hlo import parse_module
-        from overlapfx.aot.lowering import lower
-        from overlapfx.aot.timeline import walk
+        from overlapfx.aot.read import time_line
 
         spec = PartitionSpec()
         local = jax.shard_map(function, mesh=self.mesh, in_specs=spec, out_specs=spec)
         sharding = NamedSharding(self.mesh, spec)
         arguments = [jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for shape, dtype in shapes]
         compiled = compile_for(self.topology, local, arguments)
-        torus, figures = self.topology.torus, Assumptions.for_chip(self.topology.chip)
-        timeline = walk(lower(parse_module(compiled.text)), torus, compiled.coords, figures)
+        timeline = time_line(compiled, Assumptions.for_slice(self.topology))
         # Copies of arguments into the layout that the einsum wants are not its own: in a step others make them so.
         return timeline.seconds("compute", "einsum") or timeline.compute_s
 

@@ -22,7 +22,7 @@ from launch.config_file import PROJECT
 from launch.finding import FAIL, OK, WARN, Finding
 from overlapfx.config import Config
 from overlapfx.train import state
-from overlapfx.train.documents import cache_dir
+from overlapfx.train.directories import cache_dir
 
 # Combinations that the whole test suite was run with.
 TRIED = (

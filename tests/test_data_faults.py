@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from test_data_sources import TEXT, config, prepare_other
 
-from overlapfx.train import documents
+from overlapfx.train import directories
 from overlapfx.train.data import BatchStream, make_source
 from overlapfx.train.documents import Shard, TextSource
 from overlapfx.train.objectives import NextToken
@@ -117,4 +117,4 @@ def test_a_damaged_file_loses_its_records_only(tmp_path: Path, monkeypatch) -> N
     assert 0 < len(found.skipped) < 100
     assert all(str(file) in sentence for sentence in found.skipped)
     assert (found.lengths > 0).sum() == 100 - len(found.skipped)
-    assert documents.cache_dir().is_relative_to(tmp_path)
+    assert directories.cache_dir().is_relative_to(tmp_path)

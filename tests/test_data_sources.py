@@ -18,7 +18,8 @@ import tensorflow_datasets as tfds
 from overlapfx.config import DataConfig
 from overlapfx.train import pystdlib
 from overlapfx.train.data import make_source
-from overlapfx.train.documents import TextSource, cache_dir
+from overlapfx.train.directories import cache_dir
+from overlapfx.train.documents import TextSource
 
 PROJECT = Path(__file__).resolve().parent.parent
 FILES = [pystdlib.SourceFile(f"module_{i}.py", f"VALUE = {i}\n".encode()) for i in range(60)]

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from overlapfx.aot import kept
 from overlapfx.aot.products import products
 from overlapfx.aot.slices import Slice, device_coord
 from overlapfx.plan.torus import Coord
@@ -41,8 +42,8 @@ class CompiledFor:
     """A program compiled for a slice.
 
     `text` is the scheduled HLO of one slice, `coords[i]` the place of partition i in that slice, `options` the compiler
-    options used, `lower_s` and `compile_s` the seconds that tracing with lowering and that compiling took. `products`
-    are the FLOPs of what was traced, by scope, over all devices.
+    options used, `lower_s` and `compile_s` the seconds that tracing with lowering and that compiling took, the latter
+    at an earlier time if `is_kept`. `products` are the FLOPs of what was traced, by scope, over all devices.
     """
 
     topology: Slice
@@ -53,6 +54,7 @@ class CompiledFor:
     lower_s: float
     compile_s: float
     products: Mapping[str, float]
+    is_kept: bool = False
 
 
 class Unreadable(ValueError):
@@ -68,6 +70,8 @@ def compile_for(
     """Compile `fn` (plain, or already wrapped in `jax.jit`) for `topology`, whose devices the arguments name.
 
     `abstract_args` are pytrees of `jax.ShapeDtypeStruct` with NamedShardings over one mesh from `make_slice_mesh`.
+    A program that was compiled before is taken from where `kept` has it.
+
     Raises ValueError for arguments without such shardings, for compiler options that the compiler refuses;
     Unreadable for versions of jaxlib and libtpu that do not go together.
     """
@@ -80,14 +84,19 @@ def compile_for(
     for scope, of_one in products(trace.jaxpr.jaxpr):
         flops[scope] += of_one  # type: ignore[assignment]
     lowered = trace.lower()
-    traced = time.perf_counter()
-    compiled, text = _compiled(topology, lowered, options)
-    memory = _memory(compiled.memory_analysis())
+    lower_s = time.perf_counter() - begin
     # Every slice runs the same program over its own partitions, so that one slice's places describe them all.
     first = [device for device in devices if not getattr(device, "slice_index", None)]
     coords = tuple(device_coord(device, topology.torus) for device in first)
-    seconds = (traced - begin, time.perf_counter() - traced)
-    return CompiledFor(topology, text, memory, coords, options, *seconds, flops)
+    name = kept.key(lowered.as_text(), options, str(topology), str(coords))
+    found = kept.find(name)
+    program = found or _compiled(topology, lowered, options)
+    if found is None:
+        kept.keep(name, program)
+    memory, compile_s = Memory(**program.facts["memory"]), program.facts["compile_s"]
+    return CompiledFor(
+        topology, program.text, memory, coords, options, lower_s, compile_s, flops, is_kept=found is not None
+    )
 
 
 def _memory(stats: Any) -> Memory:
@@ -103,10 +112,13 @@ def _memory(stats: Any) -> Memory:
     )
 
 
-def _compiled(topology: Slice, lowered: Any, options: dict[str, str]) -> tuple[Any, str]:
+def _compiled(topology: Slice, lowered: Any, options: dict[str, str]) -> kept.Kept:
+    begin = time.perf_counter()
     try:
         compiled = lowered.compile(compiler_options=options)
-        return compiled, compiled.as_text()
+        text = compiled.as_text()
+        memory = dataclasses.asdict(_memory(compiled.memory_analysis()))
+        return kept.Kept(text, {"memory": memory, "compile_s": time.perf_counter() - begin})
     except jax.errors.JaxRuntimeError as error:
         first = str(error).splitlines()[0]
         if "compile option" in first:

@@ -70,6 +70,7 @@ def _program(variant: Variant, outcome: Outcome) -> dict[str, Any]:
         "compiler_options": dict(outcome.compiled.options),
         "lower_s": outcome.compiled.lower_s,
         "compile_s": outcome.compiled.compile_s,
+        "compiled_before": outcome.compiled.is_kept,
         "read_s": outcome.read_s,
         "memory_bytes": {
             "arguments": memory.arguments,

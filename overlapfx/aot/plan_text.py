@@ -44,7 +44,8 @@ def _step(plan: StepPlan) -> str:
         shorthand = f" ({8 / 6 * plan.mfu:.1%} by the shorthand 8/6 of MFU for whole layers)"
     timeline, compiled = plan.timeline, plan.compiled
     scaled = ", ".join(f"{duration(step_s)} at {factor:g}x" for factor, step_s in plan.sensitivity)
-    stages = (("tracing", compiled.lower_s), ("compiling", compiled.compile_s), ("reading", plan.read_s))
+    compiling = "compiling (in an earlier run)" if compiled.is_kept else "compiling"
+    stages = (("tracing", compiled.lower_s), (compiling, compiled.compile_s), ("reading", plan.read_s))
     rows = [
         ("step", duration(plan.step_s)),
         ("MFU", f"{plan.mfu:.1%}"),

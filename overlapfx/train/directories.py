@@ -9,6 +9,12 @@ import socket
 from typing import TextIO
 
 
+def cache_dir() -> pathlib.Path:
+    """What can be made again is kept in overlapfx below $XDG_CACHE_HOME, or else below ~/.cache."""
+    configured = pathlib.Path(os.environ.get("XDG_CACHE_HOME", ""))  # to be ignored unless absolute, by the convention
+    return (configured if configured.is_absolute() else pathlib.Path.home() / ".cache") / "overlapfx"
+
+
 def make_directory(path: pathlib.Path, what: str, remedy: str) -> None:
     """Makes `path` and its parents unless they exist.
 

@@ -216,9 +216,3 @@ def _load_lengths(path: Path, number: int) -> np.ndarray | None:
         if isinstance(lengths, np.ndarray) and lengths.dtype == np.int64 and lengths.shape == (number,)
         else None
     )
-
-
-def cache_dir() -> Path:
-    """Where prepared data is kept if nothing is configured: overlapfx below $XDG_CACHE_HOME, or else below ~/.cache."""
-    configured = Path(os.environ.get("XDG_CACHE_HOME", ""))  # to be ignored unless absolute, by the convention
-    return (configured if configured.is_absolute() else Path.home() / ".cache") / "overlapfx"

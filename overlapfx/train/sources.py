@@ -19,8 +19,8 @@ import tensorflow_datasets as tfds
 
 from overlapfx.config import DataConfig
 from overlapfx.train import pystdlib, synthesis
-from overlapfx.train.directories import make_directory
-from overlapfx.train.documents import Shard, Source, SpeechSource, TextSource, cache_dir
+from overlapfx.train.directories import cache_dir, make_directory
+from overlapfx.train.documents import Shard, Source, SpeechSource, TextSource
 
 _log = logging.getLogger(__name__)
 

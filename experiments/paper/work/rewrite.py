@@ -13,10 +13,8 @@ from experiments import foreign
 from overlapfx.aot import variants
 from overlapfx.aot.assumptions import Assumptions
 from overlapfx.aot.compile import compile_for
-from overlapfx.aot.hlo import parse_module
-from overlapfx.aot.lowering import lower
+from overlapfx.aot.read import time_line
 from overlapfx.aot.slices import Slice, environment, make_slice_mesh, parse_slice
-from overlapfx.aot.timeline import walk
 from overlapfx.config import Overlap
 from overlapfx.plan import cost
 
@@ -56,7 +54,7 @@ def _compiled(
     topology: Slice, fn: Callable[..., Any], arguments: Any, options: Mapping[str, str], assumptions: Assumptions
 ) -> dict[str, Any]:
     made = compile_for(topology, fn, arguments, options)
-    line = walk(lower(parse_module(made.text)), assumptions.network(topology), made.coords, assumptions)
+    line = time_line(made, assumptions)
     return {
         "step_s": line.total_s,
         "compute_s": line.compute_s,

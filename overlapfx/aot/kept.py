@@ -1,0 +1,77 @@
+"""Programs compiled for slices, kept between processes: compiling takes minutes, reading what was compiled seconds."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gzip
+import hashlib
+import importlib.metadata
+import json
+import os
+import tempfile
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from overlapfx.train.directories import cache_dir
+
+# Beyond it those that were not asked for the longest go.
+_MAX_BYTES = 4 * 2**30
+# What else the compiler listens to.
+_VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+_PACKAGES = ("jax", "jaxlib", "libtpu")
+_LEVEL = 1  # of compression: the text shrinks tenfold, more is not worth the time
+
+
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """Scheduled text of a program, with what is known of its compilation as JSON values."""
+
+    text: str
+    facts: Mapping[str, Any]
+
+
+def directory() -> Path:
+    """Where they are; it may be deleted at any time."""
+    return cache_dir() / "compiled"
+
+
+def key(traced: str, options: Mapping[str, str], *place: str) -> str:
+    """Names a program: its text before compilation, the options, what describes the place that it is compiled for."""
+    versions = {name: importlib.metadata.version(name) for name in _PACKAGES}
+    variables = {name: os.environ.get(name, "") for name in _VARIABLES}
+    rest = json.dumps([versions, variables, dict(options), place], sort_keys=True)
+    return hashlib.sha256(f"{rest}\n{traced}".encode()).hexdigest()
+
+
+def find(name: str) -> Kept | None:
+    """The program of this `key`; None if there is none that can be read."""
+    path = directory() / f"{name}.gz"
+    try:
+        facts, _, text = gzip.decompress(path.read_bytes()).decode().partition("\n")
+        os.utime(path)
+        return Kept(text, json.loads(facts))
+    except (OSError, EOFError, zlib.error, ValueError):  # a damaged file is as good as none
+        return None
+
+
+def keep(name: str, program: Kept) -> None:
+    """Stores a program under its `key`, unless there is no room or no permission: it is a cache."""
+    packed = gzip.compress(f"{json.dumps(program.facts)}\n{program.text}".encode(), _LEVEL)
+    with contextlib.suppress(OSError):
+        directory().mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=directory(), delete=False) as file:
+            file.write(packed)
+        os.replace(file.name, directory() / f"{name}.gz")
+        _make_room()
+
+
+def _make_room() -> None:
+    files = sorted(((path.stat(), path) for path in directory().iterdir()), key=lambda one: -one[0].st_mtime)
+    total = 0
+    for status, path in files:
+        total += status.st_size
+        if total > _MAX_BYTES:
+            path.unlink(missing_ok=True)

@@ -1,0 +1,69 @@
+"""Compiled programs that are kept: found again only for the same question, damage and lack of room do no harm."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+
+import pytest
+
+from overlapfx.aot import kept
+from overlapfx.aot.kept import Kept
+
+PROGRAM = Kept("HloModule step\n\nENTRY %main {\n}\n", {"compile_s": 2.5, "memory": {"code": 3}})
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+def test_what_was_kept_is_found() -> None:
+    assert kept.find("a") is None
+    kept.keep("a", PROGRAM)
+    assert kept.find("a") == PROGRAM
+    assert kept.find("b") is None
+    assert [path.name for path in kept.directory().iterdir()] == ["a.gz"]
+
+
+def test_another_question_has_another_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    def keys() -> list[str]:
+        options = {"xla_a": "true"}
+        return [
+            kept.key("module", options, "v4:2x2x1"),
+            kept.key("module2", options, "v4:2x2x1"),
+            kept.key("module", {"xla_a": "false"}, "v4:2x2x1"),
+            kept.key("module", options, "v4:2x2x2"),
+        ]
+
+    before = keys()
+    assert len(set(before)) == 4
+    assert keys() == before
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_b")
+    assert not set(keys()) & set(before)
+
+
+@pytest.mark.parametrize("damage", [lambda packed: packed[:-9], lambda packed: b"", lambda packed: b"x" * 40])
+def test_a_damaged_file_is_as_good_as_none(damage) -> None:
+    kept.keep("a", PROGRAM)
+    (path,) = kept.directory().iterdir()
+    path.write_bytes(damage(path.read_bytes()))
+    assert kept.find("a") is None
+
+
+def test_where_nothing_can_be_kept_work_goes_on(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    kept.keep("a", PROGRAM)
+    assert kept.find("a") is None
+
+
+def test_those_not_asked_for_the_longest_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    for age, name in enumerate("abc"):
+        kept.keep(name, PROGRAM)
+        os.utime(kept.directory() / f"{name}.gz", (1e9 - age, 1e9 - age))
+    size = (kept.directory() / "a.gz").stat().st_size
+    monkeypatch.setattr(kept, "_MAX_BYTES", 3 * size)
+    assert kept.find("c") is not None  # asked for just now
+    kept.keep("d", PROGRAM)
+    assert [name for name in "abcd" if kept.find(name)] == ["a", "c", "d"]
