@@ -12,7 +12,7 @@ from core_patterns import ONE_AXIS, mlp_down, mlp_up, query_key_value
 
 from overlapfx.config import Overlap
 from overlapfx.plan import decide
-from overlapfx.plan.decide import CallSite, record_sites
+from overlapfx.plan.decide import CallSite, Plan, record_sites
 
 pytestmark = pytest.mark.core
 
@@ -96,6 +96,19 @@ def test_results_scattered_alike_are_decomposed_alike() -> None:
 def test_large_rings_are_loops() -> None:
     assert decide.MAX_STRAIGHT_SHARDS == 16
     assert not sites_of(ONE_AXIS["gather_lhs_free"](8, 2, 3), Overlap())["mlp"].plan.loop
+
+
+def test_no_prefetch_is_written_out_over_a_large_ring(monkeypatch: pytest.MonkeyPatch) -> None:
+    def plan_of(overlap: Overlap) -> Plan:
+        return sites_of(ONE_AXIS["gather_lhs_free"](4, 2, 3), overlap)["mlp"].plan
+
+    assert plan_of(Overlap(method="prefetch")).method == "prefetch"
+    monkeypatch.setattr(decide, "MAX_STRAIGHT_SHARDS", 3)
+    asked = plan_of(Overlap(method="prefetch"))
+    assert (asked.method, asked.loop) == ("ring", True)
+    assert asked.downgrades == ("a prefetch is written out, which 4 shards are too many for (3 at most): ring instead",)
+    ways = sites_of(ONE_AXIS["gather_lhs_free"](4, 2, 3), Overlap())["mlp"].ways
+    assert ways and "prefetch" not in {way.method for way in ways}
 
 
 @pytest.mark.parametrize(

@@ -238,6 +238,13 @@ def _legal_method(
 ) -> str:
     if (method == "prefetch" and slot.kind == "scatter") or (method == "exchange" and slot.kind == "gather"):
         return "ring"  # _candidates has recorded why
+    if method == "prefetch" and slot.num_shards > MAX_STRAIGHT_SHARDS:
+        # It runs early only where nothing stands between it and what is computed meanwhile, as a loop would.
+        downgrades.append(
+            f"a prefetch is written out, which {slot.num_shards} shards are too many for ({MAX_STRAIGHT_SHARDS} at "
+            "most): ring instead"
+        )
+        return "ring"
     if method == "stripe" and not _stripe_label(problem, slot, label_sizes):
         downgrades.append(f"no other label of {slot.kind} {slot.label} can be cut into stripes: ring instead")
         return "ring"
