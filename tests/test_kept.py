@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import base64
 import os
 import pathlib
+import re
 
+import jax
+import jax.numpy as jnp
 import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from overlapfx.aot import kept
+from overlapfx.aot.compile import _short_locations
 from overlapfx.aot.kept import Kept
+from overlapfx.layers.fused_attention import fused_attend
 
 PROGRAM = Kept("HloModule step\n\nENTRY %main {\n}\n", {"compile_s": 2.5, "memory": {"code": 3}})
 
@@ -67,3 +74,23 @@ def test_those_not_asked_for_the_longest_go(monkeypatch: pytest.MonkeyPatch) -> 
     assert kept.find("c") is not None  # asked for just now
     kept.keep("d", PROGRAM)
     assert [name for name in "abcd" if kept.find(name)] == ["a", "c", "d"]
+
+
+def test_a_kernel_is_the_same_program_in_every_command_and_checkout() -> None:
+    tpu = AbstractDevice(device_kind="TPU v4", num_cores=2, platform="tpu")
+    mesh = AbstractMesh((1,), ("y",), axis_types=(AxisType.Auto,), abstract_device=tpu)
+
+    def text(depth: int) -> str:
+        if depth:
+            return text(depth - 1)
+        x = jax.ShapeDtypeStruct((1, 128, 1, 128), jnp.bfloat16)
+        segments = jnp.ones((1, 128), jnp.int32)
+        attend = jax.jit(lambda x: fused_attend(x, x, x, segments, segments, causal=True))
+        with jax.sharding.use_abstract_mesh(mesh), _short_locations():
+            return attend.trace(x).lower(lowering_platforms=("tpu",)).as_text()
+
+    found = text(0)
+    assert text(3) == found
+    (kernel,) = (base64.b64decode(body) for body in re.findall(r"body\\22: \\22([^\\]+)", found))
+    assert kernel.startswith(b"ML\xefR")  # of MLIR
+    assert str(pathlib.Path(__file__).parents[1]).encode() not in kernel
