@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from overlapfx.aot import kept
-from overlapfx.aot.compile import _short_locations
+from overlapfx.aot.compile import _named, _short_locations
 from overlapfx.aot.kept import Kept
 from overlapfx.layers.fused_attention import fused_attend
 
@@ -94,3 +94,14 @@ def test_a_kernel_is_the_same_program_in_every_command_and_checkout() -> None:
     (kernel,) = (base64.b64decode(body) for body in re.findall(r"body\\22: \\22([^\\]+)", found))
     assert kernel.startswith(b"ML\xefR")  # of MLIR
     assert str(pathlib.Path(__file__).parents[1]).encode() not in kernel
+
+
+def test_a_scope_of_another_name_is_another_program() -> None:
+    """Einsum sites are found in a compiled program by the scopes that were traced."""
+
+    def text(name: str) -> str:
+        with _short_locations():
+            return _named(jax.jit(lambda x: jax.named_scope(name)(jnp.sin)(x) + 1).lower(1.0))
+
+    assert text("mlp.up") == text("mlp.up")
+    assert text("mlp.up") != text("mlp.down")

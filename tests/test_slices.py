@@ -205,7 +205,7 @@ class TestCompile:
             def lower(self):
                 return self
 
-            def as_text(self):
+            def as_text(self, **_):
                 return "module"
 
             def compile(self, **_):

@@ -22,6 +22,8 @@ from overlapfx.plan.torus import Coord
 
 # What a jaxlib says of an instruction that a newer compiler writes otherwise (0.10.2 of libtpu 0.0.52, v6e and tpu7x).
 _UNREADABLE = "hlo_instruction.cc"
+# A name around a place, as MLIR prints locations.
+_SCOPE = re.compile(r'loc\("([^"]*)"\(')
 _PROJECT = pathlib.Path(__file__).parents[2]
 
 
@@ -86,7 +88,7 @@ def compile_for(
     with _short_locations():
         trace = jitted.trace(*abstract_args)
         lowered = trace.lower()
-        traced = lowered.as_text()
+        traced = _named(lowered)
     flops: Counter[str] = Counter()
     for scope, of_one in products(trace.jaxpr.jaxpr):
         flops[scope] += of_one  # type: ignore[assignment]
@@ -105,6 +107,11 @@ def compile_for(
     )
 
 
+def _named(lowered: Any) -> str:
+    """The text of a lowered program with the scopes of its operations, by which the compiled one is read."""
+    return "\n".join([lowered.as_text(), *_SCOPE.findall(lowered.as_text(debug_info=True))])
+
+
 @contextlib.contextmanager
 def _short_locations() -> Iterator[None]:
     """Places in the source are files of this project, without who called: kernels are compiled with theirs inside.
@@ -112,7 +119,7 @@ def _short_locations() -> Iterator[None]:
     Otherwise the same program would have another text in every command and in every checkout.
     """
     short = {
-        "jax_include_full_tracebacks_in_locations": False,
+        "jax_traceback_in_locations_limit": 1,
         "jax_hlo_source_file_canonicalization_regex": f"^{re.escape(str(_PROJECT))}/",
     }
     before = {name: getattr(jax.config, name) for name in short}
