@@ -79,5 +79,6 @@ def _200b() -> ConfigDict:
     )
     config.mesh.update({"y": 64, "x": 16})
     config.data.global_batch = 4096
+    config.overlap.accum_dtype = "bfloat16"  # of sums that travel, as XLA makes them of bfloat16 products
     config.sample.num_tokens = 0
     return config

@@ -100,10 +100,11 @@ def _published(name: str) -> ConfigDict:
     config.data.global_batch = global_batch
     if name == "512B":  # 65536 tokens a device are more than its memory holds at once
         config.optimizer.grad_accum = 2
-    # Four row stripes hide each other's communication. What a layer gathers when it is recomputed lives until its own
-    # backward pass only, so that keeping it costs little memory. 512B does without: 36.7 GiB were set apart with
-    # it, and what of them lives at once was not measured.
-    config.overlap.update({"row_stripes": 4, "save_gathered": name != "512B"})
+    # Sums travel in bfloat16, as XLA makes them of bfloat16 products: the published runs moved as much. Four row
+    # stripes hide each other's communication. What a layer gathers when it is recomputed lives until its own backward
+    # pass only, so that keeping it costs little memory. 512B does without: 36.7 GiB were set apart with it, and what of
+    # them lives at once was not measured.
+    config.overlap.update({"row_stripes": 4, "save_gathered": name != "512B", "accum_dtype": "bfloat16"})
     return config
 
 

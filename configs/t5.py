@@ -86,5 +86,6 @@ def _300b() -> ConfigDict:
     )
     config.mesh.update({"y": 64, "x": 8})
     config.data.global_batch = 1024
+    config.overlap.accum_dtype = "bfloat16"  # of sums that travel, as XLA makes them of bfloat16 products
     config.sample.num_tokens = 0
     return config

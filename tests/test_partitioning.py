@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from gpt_harness import SMALL, TINY, batch, make_run
 
+from overlapfx import compat
 from overlapfx.config import Overlap
 from overlapfx.train import optimizer, step
 
@@ -46,6 +47,15 @@ def test_parameters_stay_where_they_are():
     after = compiled.output_shardings[0].params
     ranks = jax.tree.map(lambda leaf: leaf.ndim, run.state.params)
     assert jax.tree.all(jax.tree.map(lambda a, b, rank: a.is_equivalent_to(b, rank), after, layouts, ranks))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_sums_over_devices_have_the_dtype_of_the_config(dtype, monkeypatch):
+    monkeypatch.setattr(compat, "target_platform", lambda: "tpu")  # where products need not be widened
+    run = prepared("xla", overlap=Overlap("off", accum_dtype=dtype))
+    text = str(jax.make_jaxpr(run.train_step)(run.state, batch(0)))
+    assert ("preferred_element_type=bfloat16" in text) == (dtype == "bfloat16")
+    assert ("preferred_element_type=float32" in text) == (dtype == "float32")
 
 
 def test_nothing_of_ours_is_left():

@@ -32,7 +32,7 @@ class Variant:
     """One way to compile the step: `group` is the name on the command line, `name` tells members of a group apart.
 
     partitioning: as for `train.step.make_train_step`. blocking: switch the overlap of the config off. Partial sums that
-    cross the network have the config's dtype in shard_map, float32 where XLA partitions.
+    cross the network have the dtype of the config in every variant.
     """
 
     group: str

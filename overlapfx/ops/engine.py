@@ -11,7 +11,7 @@ from jaxtyping import Array
 
 from overlapfx import compat
 from overlapfx.config import Overlap
-from overlapfx.ops import looped, order, pieces, ring, striped
+from overlapfx.ops import layout, looped, order, pieces, ring, striped
 from overlapfx.plan import decide
 from overlapfx.plan.cost import Work
 from overlapfx.plan.decide import CallSite, Plan
@@ -173,18 +173,20 @@ def _complete(
     outs: Mapping[int, tuple[Array, ...]],
     decomposed: set[int],
 ) -> Array:
-    """Result `i` in the accumulation dtype: what the decomposition left to do, whole products and blocking scatters."""
+    """Result `i` before the epilogue: what the decomposition left to do, whole products and blocking scatters."""
     total: pieces.Sum = outs.get(i)
     slot = plan.slot
+    # XLA's partitioner chooses what it sums over devices, in the dtype that the product has.
+    wire = pieces.wire_dtype(pieces.accumulation_dtype(*operands), plan.accum_dtype)
+    dtype = wire if layout.is_cut_by_xla() else None
     scattered_here = slot is not None and slot.kind == "scatter" and i in plan.members()
     if not scattered_here:
         for term in problem.terms:
             if term.out == i and not decomposed & set(term.operands()):
-                made = pieces.multiply_add(problem, term, (operands[term.lhs], operands[term.rhs]), total)
+                made = pieces.multiply_add(problem, term, (operands[term.lhs], operands[term.rhs]), total, dtype=dtype)
                 total = [_scattered_as_rows(made, problem.results[i])]
     assert total is not None
     value = total[0]
-    wire = pieces.wire_dtype(value.dtype, plan.accum_dtype)
     for label, axes in problem.results[i].scatter:
         if scattered_here and slot is not None and label == slot.label:
             continue

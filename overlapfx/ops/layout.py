@@ -43,6 +43,11 @@ def on_each_device(
     return jax.shard_map(fn, in_specs=tuple(specs[:-1]), out_specs=specs[-1])
 
 
+def is_cut_by_xla() -> bool:
+    """Whether XLA's own partitioner will cut what is traced."""
+    return _axes_of_label.get() is not None
+
+
 def is_whole(axis: str) -> bool:
     """Whether `axis` is bound with size 1: by the vmap of `partitioned_by_xla`, or by a shard_map over one device."""
     try:

@@ -60,31 +60,34 @@ def split(x: Shaped[Array, "..."], dim: int, sizes: Sequence[int]) -> list[Shape
 
 
 def multiply(
-    problem: Problem, term: Term, lhs: Shaped[Array, "..."], rhs: Shaped[Array, "..."]
+    problem: Problem, term: Term, lhs: Shaped[Array, "..."], rhs: Shaped[Array, "..."], *, dtype: Any = None
 ) -> Shaped[Array, "..."]:
-    """One einsum, left in the accumulation dtype: rounding is the business of whoever ends the sum."""
+    """One einsum, left in the accumulation dtype unless `dtype` is another: rounding is for whoever ends the sum."""
     accum = accumulation_dtype(lhs, rhs)
     if compat.target_platform() == "cpu":
         # XLA's CPU backend refuses some products of bfloat16 with a float32 result ("ab,acd->bcd") when they run.
         # Widened operands give the same numbers, for products of bfloat16 values are exact in float32.
-        lhs, rhs = lhs.astype(accum), rhs.astype(accum)
-    return jnp.einsum(problem.spec(term), lhs, rhs, preferred_element_type=accum)
+        wide = lhs.astype(accum), rhs.astype(accum)
+        return jnp.einsum(problem.spec(term), *wide, preferred_element_type=accum).astype(dtype or accum)
+    return jnp.einsum(problem.spec(term), lhs, rhs, preferred_element_type=dtype or accum)
 
 
 Sum = Sequence[Array] | None  # parts of a running sum, side by side; None if there is none yet
 
 
-def multiply_add(problem: Problem, term: Term, cut: tuple[Array, ...], total: Sum, dim: int = 0) -> Array:
-    """One einsum plus a running sum, given as parts side by side along `dim`, in the accumulation dtype.
+def multiply_add(
+    problem: Problem, term: Term, cut: tuple[Array, ...], total: Sum, dim: int = 0, *, dtype: Any = None
+) -> Array:
+    """One einsum plus a running sum, given as parts side by side along `dim`, in the dtype of `multiply`.
 
     The product comes first in the addition and begins behind a barrier, when all that it is added to is there: then the
     TPU compiler makes einsum and addition one kernel, at the price of the einsum alone. Otherwise it leaves most sums
     apart, which costs up to a fifth of the einsum's time (LOG.md).
     """
     if total is None:
-        return multiply(problem, term, *cut)
+        return multiply(problem, term, *cut, dtype=dtype)
     total, cut = lax.optimization_barrier((total, cut))
-    product = multiply(problem, term, *cut)
+    product = multiply(problem, term, *cut, dtype=dtype)
     parts = [part.astype(product.dtype) for part in total]
     return product + (parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=dim))
 
