@@ -102,9 +102,8 @@ def _published(name: str) -> ConfigDict:
         config.optimizer.grad_accum = 2
     # Sums travel in bfloat16, as XLA makes them of bfloat16 products: the published runs moved as much. Four row
     # stripes hide each other's communication. What a layer gathers when it is recomputed lives until its own backward
-    # pass only, so that keeping it costs little memory. 512B does without: 36.7 GiB were set apart with it, and what of
-    # them lives at once was not measured.
-    config.overlap.update({"row_stripes": 4, "save_gathered": name != "512B", "accum_dtype": "bfloat16"})
+    # pass only, so that keeping it costs little memory.
+    config.overlap.update({"row_stripes": 4, "save_gathered": True, "accum_dtype": "bfloat16"})
     return config
 
 
@@ -137,5 +136,4 @@ def _meena() -> ConfigDict:
         {"vocab_size": 8192, "num_layers": 120, "d_model": 18432, "d_ff": 65536, "num_heads": 192, "num_kv_heads": 192}
     )
     config.data.global_batch = 2048
-    config.overlap.save_gathered = True
     return config
