@@ -132,3 +132,30 @@ def test_a_gather_that_blocks_is_paid_in_full(early: bool) -> None:
     with cost.pricing(Environment(TPU_V5P)):
         plan, _ = decide.choose(slots, Overlap(), sizes, work)
     assert plan.method in ("ring", "prefetch") and plan.seconds < pricing.whole()
+
+
+SPANS = {"y": AxisLinks(native=4, members=(1, 4, 4)), "x": AxisLinks(native=2, members=(4, 1, 1))}
+SPLIT = {"y": AxisLinks(native=3, members=(1, 4, 2)), "x": AxisLinks(native=3, members=(4, 1, 2))}
+
+
+@pytest.mark.parametrize(("axes", "summed"), [(SPANS, True), (SPLIT, True), ({**SPANS, "x": SPLIT["y"]}, False)])
+def test_groups_in_three_dimensions_are_summed(axes: dict[str, AxisLinks], summed: bool) -> None:
+    where = Environment(TPU_V4, axes)
+    assert not where.links(("y",)).is_summed and not where.links(("x",)).is_summed
+    assert where.links(("y", "x")).is_summed == summed
+    assert not Environment().links(("y", "x")).is_summed
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_an_all_gather_that_is_an_all_reduce_hides_nowhere(early: bool) -> None:
+    """FSDP over a whole 4x4x4 slice: 8192 x 32768 weights gathered take 3.9 ms of AllReduce and 2.2 ms of zeros."""
+    work, slots, _ = gather(4096, 8192, 32768, 64, early)
+    problem = pattern.forward(Operand("td"), Operand("df", (("d", ("y", "x")),)), Result("tf"), 1)
+    slots = find_slots(problem, [(4096, 8192), (128, 32768)], [2, 2], work.sizes, {"y": 16, "x": 4}, 4)
+    work = dataclasses.replace(work, problem=problem, early=frozenset({1} if early else ()))
+    pricing = Pricing(work, slots, Environment(TPU_V4, SPANS))
+    assert pricing.whole() == pytest.approx(pricing.compute_s + pricing.native(slots[0]))
+    assert pricing.native(slots[0]) * 1e3 == pytest.approx(3.9 + 2.2, rel=0.15)
+    assert pricing.decomposed(slots[0], "stripe", "one", 1, 4) > pricing.whole()
+    scatter = dataclasses.replace(slots[0], kind="scatter")
+    assert pricing.native(scatter) * 1e3 == pytest.approx(3.93, rel=0.02)

@@ -221,5 +221,5 @@ def make_slice_mesh(wanted: Slice, axes: Mapping[str, int], torus: Torus | None 
 
 def environment(wanted: Slice, placement: Placement) -> cost.Environment:
     """What the gate prices einsums for: this chip, the axes of a mesh from `make_slice_mesh` on its links."""
-    axes = {r.axis: cost.AxisLinks(r.native_links, r.ring_load, r.max_hops) for r in placement.reports}
+    axes = {r.axis: cost.AxisLinks(r.native_links, r.ring_load, r.max_hops, r.members) for r in placement.reports}
     return cost.Environment(wanted.chip, axes)

@@ -22,12 +22,22 @@ class AxisLinks:
     """How one mesh axis lies on the physical network.
 
     native: links that a native collective over the axis has per device. ring_load: how many messages of one ring step
-    share the busiest link. hops: links between ring neighbours.
+    share the busiest link. hops: links between ring neighbours. members: devices of one group along each dimension
+    of the torus.
     """
 
     native: float = 2.0
     ring_load: float = 1.0
     hops: int = 1
+    members: tuple[int, ...] = ()
+
+    @property
+    def is_summed(self) -> bool:
+        """Whether an AllGather or ReduceScatter is made of an AllReduce of the whole array, zeros where there is no
+        shard: twice the bytes, nothing beside it. TPU compilers do that for groups with more than two devices in each
+        of three dimensions: found by compiling.
+        """
+        return sum(n > 2 for n in self.members) > 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +55,10 @@ class Environment:
     def links(self, axes: Axes) -> AxisLinks:
         """Of several axes at once: a native collective uses the links of all, a ring the worst of them."""
         found = [self.axes.get(axis, AxisLinks()) for axis in axes]
-        return AxisLinks(sum(a.native for a in found), max(a.ring_load for a in found), max(a.hops for a in found))
+        native, members = sum(a.native for a in found), zip(*(a.members for a in found if a.members), strict=True)
+        return AxisLinks(
+            native, max(a.ring_load for a in found), max(a.hops for a in found), tuple(map(math.prod, members))
+        )
 
 
 _environment: contextvars.ContextVar[Environment | None] = contextvars.ContextVar("overlapfx_environment", default=None)
@@ -118,7 +131,11 @@ class Pricing:
     def native(self, slot: Slot) -> float:
         """A native collective with nothing beside it."""
         links = self.where.links(slot.axes)
-        return slot.wire_bytes / (links.native * self._link) + slot.num_shards / 2 * HOP_S
+        moved_s = slot.wire_bytes / (links.native * self._link)
+        if not links.is_summed:
+            return moved_s + slot.num_shards / 2 * HOP_S
+        zeros = slot.wire_bytes if slot.kind == "gather" else 0
+        return 2 * moved_s + slot.num_shards * HOP_S + zeros * self.prices.copy_s_per_byte
 
     def ring(self, slot: Slot, direction: str) -> float:
         """Its transfers alone, as a ring of permutes."""
@@ -130,11 +147,14 @@ class Pricing:
     def _exposed(self, slot: Slot) -> float:
         native = self.native(slot)
         # No TPU compiler has made a ReduceScatter asynchronous so far.
-        if slot.kind == "scatter" or not self.where.chip.async_all_gather:
+        if slot.kind == "scatter" or not self._can_gather_beside_work(slot):
             return native
         if slot.index in self.work.early:
             return max(0.0, native - self.compute_s)
         return native / self.work.num_stripes
+
+    def _can_gather_beside_work(self, slot: Slot) -> bool:
+        return self.where.chip.async_all_gather and not self.where.links(slot.axes).is_summed
 
     def _results(self, slots: Sequence[Slot]) -> list[int]:
         terms = self.work.problem.terms
@@ -206,7 +226,7 @@ class Pricing:
         if slot.kind == "scatter":
             return compute + self.native(slot) + self.work.result_bytes([slot.index]) / slot.num_shards * copy
         placed = self.work.result_bytes(results) / 2 * copy
-        if not self.where.chip.async_all_gather:
+        if not self._can_gather_beside_work(slot):
             return compute + self.native(slot) + placed
         return first + max(compute, self.native(slot) - first) + placed
 

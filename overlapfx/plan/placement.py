@@ -20,7 +20,7 @@ class AxisReport:
     `max_hops` and `mean_hops` are over the ring steps i -> i+1 of every ring of the axis; `hops` counts the steps of
     one ring by length; `is_cycle` says that every step is one hop; `ring_load` is the number of shards over the busiest
     link when all rings step at once (1 is free of contention); `native_links` the links' worth of bandwidth of a native
-    collective.
+    collective; `members` the devices of one group along each dimension of the torus.
     """
 
     axis: str
@@ -31,6 +31,7 @@ class AxisReport:
     is_cycle: bool
     ring_load: float
     native_links: float
+    members: tuple[int, ...]
 
     def __str__(self) -> str:
         if self.size == 1:
@@ -214,11 +215,13 @@ def _report(torus: Torus, axes: Mapping[str, int], order: Sequence[Coord], axis:
     """Measure the rings of `axis` on the finished order."""
     size = axes[axis]
     if size == 1:
-        return AxisReport(axis, 1, 0, 0.0, {}, False, 0.0, 0.0)
+        return AxisReport(axis, 1, 0, 0.0, {}, False, 0.0, 0.0, (1,) * len(torus.sizes))
     groups = axis_groups(order, axes, axis)
     pairs = [(a, b) for g in groups for a, b in zip(g, [*g[1:], g[0]], strict=True)]
     hops = Counter(_hops(torus.for_permutes().step_tables(), pairs))
     per_ring = {length: count // len(groups) for length, count in hops.items()}
     mean = sum(length * count for length, count in hops.items()) / len(pairs)
     load = permute_traffic(torus, pairs).max_load
-    return AxisReport(axis, size, max(hops), mean, per_ring, max(hops) == 1, load, native_links(torus, groups))
+    links = native_links(torus, groups)
+    members = tuple(len(set(along)) for along in zip(*groups[0], strict=True))
+    return AxisReport(axis, size, max(hops), mean, per_ring, max(hops) == 1, load, links, members)
