@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 from typing import Any
 
 import jax
 from jax.experimental.layout import Layout, with_layout_constraint
+from jax.experimental.xla_metadata import set_xla_metadata
 
 
 def varying_axes(x: jax.Array) -> frozenset[str]:
@@ -55,6 +57,23 @@ def can_start_transfers() -> bool:
     if target_platform() == "cpu":
         return True
     return target_platform() == "tpu" and importlib.util.find_spec("jax.experimental.overlap") is not None
+
+
+def scheduling_group(number: int) -> contextlib.AbstractContextManager[Any]:
+    """Operations traced inside belong to this scheduling group of the compiled program.
+
+    jax.experimental.scheduling_groups writes an attribute that no TPU compiler reads; this is the one that they do.
+    """
+    manager: contextlib.AbstractContextManager[Any] = set_xla_metadata(_scheduling_group_id=str(number))
+    return manager
+
+
+def heeds_groups(transfer: str) -> bool:
+    """Whether the compiler for the devices that are traced for runs this transfer beside the products of its group.
+
+    Of a blocking ppermute TPU compilers drop the group before they make it asynchronous; other compilers are untried.
+    """
+    return target_platform() == "tpu" and transfer == "all_gather"
 
 
 def lay_out(x: jax.Array, major_to_minor: tuple[int, ...]) -> jax.Array:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import re
 from typing import Any
 
 import jax
@@ -27,6 +28,7 @@ from overlapfx.aot.timeline import Timeline, walk
 from overlapfx.config import Overlap
 from overlapfx.ops import instructions, order
 from overlapfx.ops.collective_einsum import collective_einsum
+from overlapfx.ops.order_groups import find_groups
 from overlapfx.plan.decide import record_sites
 from overlapfx.plan.schedulers.base import DONE, START
 
@@ -184,6 +186,56 @@ class TestImpose:
         assert f"order top_down by {order.mechanism()}" in sites[0].line()
 
 
+class TestGroups:
+    def ordered(self, scheduler: str) -> list[instructions.Step]:
+        """A ring with two chains each way, in order."""
+        overlap = Overlap(mode="on", method="ring", direction="two", unroll=2)
+        call = functools.partial(collective_einsum, "tf,fd->td", out_scatter={"d": "x"}, overlap=overlap)
+        found: list[instructions.Step] = []
+
+        def local(x: jax.Array, w: jax.Array) -> jax.Array:
+            found[:] = order.in_order(jax.make_jaxpr(call)(x, w), scheduler)[1]
+            return x
+
+        specs = (P(None, "x"), P("x"))
+        fn = jax.shard_map(local, mesh=simulated_mesh({"x": 4}), in_specs=specs, out_specs=specs[0])
+        jax.eval_shape(fn, *[jax.ShapeDtypeStruct((4096, 4096), jnp.float32)] * 2)
+        return found
+
+    @pytest.mark.parametrize("scheduler", SCHEDULERS)
+    def test_members_are_beside_each_other_and_independent(self, scheduler: str) -> None:
+        steps = self.ordered(scheduler)
+        groups = find_groups(steps)
+        needs: dict[int, set[int]] = {}  # by identity of a step: groups of the steps that it needs
+        maker: dict[int, int] = {}
+        for step in steps:
+            before = [id(step.start)] if step.start else [maker[r] for r in step.reads() if r in maker]
+            needs[id(step)] = {g for b in before for g in (*needs[b], groups.get(b, 0))}
+            assert step.kind == DONE or groups.get(id(step), -1) not in needs[id(step)]
+            if step.kind != START:
+                maker.update(dict.fromkeys(step.start.writes() if step.start else step.writes(), id(step)))
+        starts = [step for step in steps if step.kind == START]
+        assert len(starts) == 12
+        for start in starts:
+            done = next(i for i, step in enumerate(steps) if step.start is start)
+            beside = {groups.get(id(step)) for step in steps[steps.index(start) : done] if step.is_product}
+            assert groups.get(id(start)) in beside | {None}
+        assert sum(id(start) in groups for start in starts) >= 9, "a product has one group, for one transfer"
+        assert not set(groups.values()) & set(find_groups(steps).values()), "numbers of another order"
+
+    def test_groups_are_in_the_program(self) -> None:
+        plain, text = (
+            jax.jit(gradient(*how)).lower(*arrays()).as_text() for how in (("compiler",), ("bottom_up", order.GROUPS))
+        )
+        members: dict[str, list[str]] = {}
+        for name, number in re.findall(r'stablehlo\.(\w+).*_scheduling_group_id = "(\d+)"', text):
+            members.setdefault(number, []).append(name)
+        assert members, "some transfer of the two passes has a product beside it"
+        assert all({"collective_permute", "dot_general"} == set(names) for names in members.values()), members
+        assert text.count("optimization_barrier") == plain.count("optimization_barrier")
+        assert "_scheduling_group_id" not in plain
+
+
 class TestMechanisms:
     def test_the_first_that_there_is(self, monkeypatch: pytest.MonkeyPatch) -> None:
         assert order.mechanism() == order.ASYNCHRONOUS  # on the CPU both versions that we support have it
@@ -192,6 +244,10 @@ class TestMechanisms:
         monkeypatch.undo()
         monkeypatch.setattr(order, "_starters", dict)
         assert order.mechanism() == order.BARRIERS
+        monkeypatch.setattr(order.compat, "target_platform", lambda: "tpu")
+        assert order.mechanism() == order.BARRIERS
+        assert order.describe("top_down", {"all_gather"}) == "top_down by scheduling groups"
+        assert "ppermute" in order.why_not(order.GROUPS, ("ppermute", "all_gather"))
         assert order.describe("compiler") == "compiler"
         assert order.describe("top_down") == "top_down by optimization barriers"
 

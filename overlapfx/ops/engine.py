@@ -12,6 +12,7 @@ from jaxtyping import Array
 from overlapfx import compat
 from overlapfx.config import Overlap
 from overlapfx.ops import layout, looped, order, pieces, ring, striped
+from overlapfx.ops.instructions import TRANSFERS
 from overlapfx.plan import decide
 from overlapfx.plan.cost import Work
 from overlapfx.plan.decide import CallSite, Plan
@@ -77,7 +78,8 @@ def plan_problem(
     work = Work(problem, sizes, frozenset(early), num_stripes)
     plan, ways = decide.choose(slots, overlap, _cut_sizes(slots, full, sizes), work)
     specs = tuple(problem.spec(t) for t in problem.terms)
-    decide.record(CallSite(name, specs, slots, plan, order.describe(overlap.scheduler), ways, work.flops()))
+    by = order.describe(overlap.scheduler, ("all_gather",) if plan.method in ("blocking", "stripe") else TRANSFERS)
+    decide.record(CallSite(name, specs, slots, plan, by, ways, work.flops()))
     return plan
 
 

@@ -83,6 +83,11 @@ class Step:
     is_long: bool = False
     start: Step | None = None
 
+    @property
+    def is_product(self) -> bool:
+        """Whether it is an einsum or a convolution, with what is fused behind it."""
+        return self.is_long and self.operations[0].eqn.primitive.name in ("dot_general", "conv_general_dilated")
+
     def writes(self) -> set[int]:
         """Values that it makes."""
         return {w for op in self.operations for w in op.writes}
@@ -94,11 +99,10 @@ class Step:
         return list(dict.fromkeys(found))
 
 
-def has_transfers(jaxpr: Jaxpr) -> bool:
-    """Whether anything in it, loops included, can be a transfer beside computation."""
-    return any(
-        eqn.primitive.name in TRANSFERS or any(map(has_transfers, jaxprs_in_params(eqn.params))) for eqn in jaxpr.eqns
-    )
+def transfers(jaxpr: Jaxpr) -> frozenset[str]:
+    """The names of all primitives in it, loops included, that can be transfers beside computation."""
+    here = frozenset(eqn.primitive.name for eqn in jaxpr.eqns).intersection(TRANSFERS)
+    return here.union(*(transfers(inner) for eqn in jaxpr.eqns for inner in jaxprs_in_params(eqn.params)))
 
 
 def flatten(closed: ClosedJaxpr) -> Flat:
@@ -176,7 +180,7 @@ def group(flat: Flat) -> list[Step]:
             continue
         if name in _FUSED:
             makers = {id(maker[r]): maker[r] for r in op.reads if isinstance(r, int) and r in maker}
-            home = next((s for s in reversed(list(makers.values())) if s.is_long and _is_product(s)), None)
+            home = next((s for s in reversed(list(makers.values())) if s.is_product), None)
             others = makers.keys() - {id(home)}
             if home is not None and _keeps_shape(op, home) and not reaches(others, id(home)):
                 home.operations.append(op)
@@ -185,10 +189,6 @@ def group(flat: Flat) -> list[Step]:
                 continue
         add(Step(COMPUTE, [op], is_long=name in _LONG or name in _BLOCKING))
     return _sorted(steps, needs)
-
-
-def _is_product(step: Step) -> bool:
-    return step.operations[0].eqn.primitive.name in ("dot_general", "conv_general_dilated")
 
 
 def _keeps_shape(op: Operation, home: Step) -> bool:

@@ -6,7 +6,7 @@ import contextlib
 import contextvars
 import functools
 import importlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,15 +16,16 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from overlapfx import compat
 from overlapfx.ops import instructions
-from overlapfx.ops.instructions import Flat, Step, Value
+from overlapfx.ops.instructions import TRANSFERS, Flat, Step, Value
+from overlapfx.ops.order_groups import find_groups
 from overlapfx.plan.schedulers import SCHEDULERS
 from overlapfx.plan.schedulers.base import DONE, START
 
-# How an order can be imposed, in the order of preference. Scheduling groups would come between: the TPU compiler of JAX
-# 0.12 makes the same program with them as without (LOG.md).
+# How an order can be imposed, in the order of preference; `python -m experiments.mechanisms` shows what each does.
 ASYNCHRONOUS = "asynchronous start and done"  # and barriers
+GROUPS = "scheduling groups"
 BARRIERS = "optimization barriers"
-MECHANISMS = (ASYNCHRONOUS, BARRIERS)
+MECHANISMS = (ASYNCHRONOUS, GROUPS, BARRIERS)
 
 
 @functools.cache
@@ -38,14 +39,23 @@ def _starters() -> dict[str, tuple[Any, Any]]:
     return {} if None in found else {"ppermute": found}
 
 
-def mechanism() -> str:
-    """The first of MECHANISMS that the installed JAX offers for the devices at hand."""
-    return ASYNCHRONOUS if _starters() and compat.can_start_transfers() else BARRIERS
+def why_not(how: str, transfers: Collection[str] = TRANSFERS) -> str:
+    """Why no order of `transfers`, names of primitives, is imposed by `how` unless asked for; "" if it may be."""
+    if how == ASYNCHRONOUS and not (_starters().keys() & set(transfers) and compat.can_start_transfers()):
+        return f"no start of {' or '.join(transfers)} that this JAX offers is accepted by the compiler"
+    if how == GROUPS and not all(map(compat.heeds_groups, transfers)):
+        return f"the compiler does not heed them for {' and '.join(t for t in transfers if not compat.heeds_groups(t))}"
+    return ""
 
 
-def describe(scheduler: str) -> str:
+def mechanism(transfers: Collection[str] = TRANSFERS) -> str:
+    """The first of MECHANISMS that works for these transfers on the devices that are traced for."""
+    return next(how for how in MECHANISMS if not why_not(how, transfers))
+
+
+def describe(scheduler: str, transfers: Collection[str] = TRANSFERS) -> str:
     """What orders the instructions, for logs: `bottom_up by asynchronous start and done`."""
-    return scheduler if scheduler == "compiler" else f"{scheduler} by {mechanism()}"
+    return scheduler if scheduler == "compiler" else f"{scheduler} by {mechanism(transfers)}"
 
 
 _imposed: contextvars.ContextVar[bool] = contextvars.ContextVar("overlapfx_imposed", default=False)
@@ -56,8 +66,8 @@ def impose(fn: Callable[..., Any], scheduler: str, how: str | None = None) -> Ca
 
     fn: a function of arrays to a tree of arrays, called inside shard_map; it is traced once more for this. What it
         calls is included, as are bodies of loops. scheduler: a name in plan.schedulers, or "compiler", which leaves
-        `fn` as it is. how: one of MECHANISMS, by default the first that there is (under vmap the next, since starts
-        of transfers know nothing of it).
+        `fn` as it is. how: one of MECHANISMS, by default the first that works for the transfers of `fn` (under vmap no
+        starts of transfers, which know nothing of it).
 
     Differentiate first, then impose: an order holds for what it is given, and starts of transfers have no derivative.
     An order imposed further out includes what is inside, which is then left alone.
@@ -78,19 +88,19 @@ def impose(fn: Callable[..., Any], scheduler: str, how: str | None = None) -> Ca
 
         with _outermost():
             closed, shapes = jax.make_jaxpr(on_leaves, return_shape=True)(*flat_arguments)
-        if not instructions.has_transfers(closed.jaxpr):
+        transfers = instructions.transfers(closed.jaxpr)
+        if not transfers:
             return fn(*arguments)
-        found = _run(closed, (scheduler, how or _mechanism_for(flat_arguments)), flat_arguments)
+        found = _run(closed, (scheduler, how or _mechanism_for(transfers, flat_arguments)), flat_arguments)
         return jax.tree.unflatten(jax.tree.structure(shapes), found)
 
     return ordered
 
 
-def _mechanism_for(arguments: Sequence[Any]) -> str:
+def _mechanism_for(transfers: Collection[str], arguments: Sequence[Any]) -> str:
     mapped = any(getattr(x, "batch_dim", None) is not None for x in arguments)
-    if mechanism() == ASYNCHRONOUS and mapped:
-        return BARRIERS
-    return mechanism()
+    found = mechanism(transfers)
+    return BARRIERS if found == ASYNCHRONOUS and mapped else found
 
 
 @contextlib.contextmanager
@@ -102,14 +112,20 @@ def _outermost() -> Iterator[None]:
         _imposed.reset(token)
 
 
-def _run(closed: ClosedJaxpr, order: tuple[str, str], arguments: Sequence[Any]) -> list[Any]:
-    """Evaluates a traced function in an order, given as (scheduler, mechanism)."""
+def in_order(closed: ClosedJaxpr, scheduler: str) -> tuple[Flat, list[Step]]:
+    """A traced function with its steps in the order that the scheduler gives them."""
     flat = instructions.flatten(closed)
     steps = instructions.group(flat)
     graph = instructions.make_graph(flat, steps, instructions.Rates.here())
-    emitter = _Emitter(flat, arguments, order)
-    for i in SCHEDULERS[order[0]](graph):
-        emitter.emit(steps[i])
+    return flat, [steps[i] for i in SCHEDULERS[scheduler](graph)]
+
+
+def _run(closed: ClosedJaxpr, order: tuple[str, str], arguments: Sequence[Any]) -> list[Any]:
+    """Evaluates a traced function in an order, given as (scheduler, mechanism)."""
+    flat, steps = in_order(closed, order[0])
+    emitter = _Emitter(flat, arguments, order, find_groups(steps) if order[1] == GROUPS else {})
+    for step in steps:
+        emitter.emit(step)
     return [emitter.read(value) for value in flat.outputs]
 
 
@@ -117,13 +133,14 @@ class _Emitter:
     """Binds steps one after the other, each tied to the one before it.
 
     Data dependencies leave the compiler free to reorder. A barrier over the results of one long step with what the next
-    one reads takes that freedom away, while the operations inside a step may still be fused.
+    one reads takes that freedom away, while the operations inside a step may still be fused. Steps of scheduling groups
+    are not tied: a barrier between two of a group would be a dependency that no group may have.
     """
 
-    def __init__(self, flat: Flat, arguments: Sequence[Any], order: tuple[str, str]) -> None:
+    def __init__(self, flat: Flat, arguments: Sequence[Any], order: tuple[str, str], groups: Mapping[int, int]) -> None:
         self.values: dict[int, Any] = {**flat.constants, **dict(zip(flat.inputs, arguments, strict=True))}
         self.futures: dict[int, Any] = {}  # by identity of a START
-        self.order = order
+        self.order, self.groups = order, groups
         self.starters = _starters() if order[1] == ASYNCHRONOUS else {}
         self.last: Any = None  # a result of the long step before
         self.begun: list[int] = []  # STARTs since then, if they too can be held in their place
@@ -144,7 +161,7 @@ class _Emitter:
             return
         for op in step.operations:
             reads = [r.val if isinstance(r, Literal) else local[r] if r in local else self.values[r] for r in op.reads]
-            made = self._bind(op, reads)
+            made = self._bind(op, reads, self.groups.get(id(step)) if op is step.operations[0] else None)
             self.values.update(zip(op.writes, made, strict=True))
         if step.is_long and step.operations[-1].writes:
             self.last = self.values[step.operations[-1].writes[0]]
@@ -153,7 +170,7 @@ class _Emitter:
         """What the step reads, behind a barrier that waits for the long step before and for the STARTs since."""
         reads = [self.values[r] for r in step.reads()]
         begun = self.begun if step.is_long else []
-        if not (step.is_long or step.kind == START) or (self.last is None and not begun):
+        if self.order[1] == GROUPS or not (step.is_long or step.kind == START) or (self.last is None and not begun):
             return reads
         # A barrier takes only values that vary alike; one of them is enough.
         axes = compat.varying_axes(self.last if self.last is not None else reads[0])
@@ -175,7 +192,7 @@ class _Emitter:
         (source,) = (local[r] if isinstance(r, int) else r.val for r in op.reads)
         starter = self.starters.get(op.eqn.primitive.name)
         if starter is None:
-            (self.futures[id(step)],) = self._bind(op, [source])
+            (self.futures[id(step)],) = self._bind(op, [source], self.groups.get(id(step)))
         else:
             with _scope(op):
                 self.futures[id(step)] = starter[0].bind(_row_major(source), **op.eqn.params)
@@ -194,12 +211,12 @@ class _Emitter:
                 value = _row_major(starter[1].bind(value))
         self.values[op.writes[0]] = value
 
-    def _bind(self, op: instructions.Operation, reads: Sequence[Any]) -> list[Any]:
+    def _bind(self, op: instructions.Operation, reads: Sequence[Any], group: int | None) -> list[Any]:
         eqn = op.eqn
         subfuns, params = compat.bind_params(eqn)
         for name in instructions.BODIES.get(eqn.primitive.name, ()):
             params[name] = _reordered(eqn.params[name], self.order)
-        with _scope(op):
+        with _scope(op), contextlib.nullcontext() if group is None else compat.scheduling_group(group):
             made = eqn.primitive.bind(*subfuns, *reads, **params)
         return list(made) if eqn.primitive.multiple_results else [made]
 
