@@ -247,6 +247,8 @@ class TestMechanisms:
         monkeypatch.setattr(order.compat, "target_platform", lambda: "tpu")
         assert order.mechanism() == order.BARRIERS
         assert order.describe("top_down", {"all_gather"}) == "top_down by scheduling groups"
+        with order._outermost():
+            assert order.describe("top_down", {"all_gather"}) == "top_down by optimization barriers"
         assert "ppermute" in order.why_not(order.GROUPS, ("ppermute", "all_gather"))
         assert order.describe("compiler") == "compiler"
         assert order.describe("top_down") == "top_down by optimization barriers"

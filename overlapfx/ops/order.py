@@ -54,11 +54,17 @@ def mechanism(transfers: Collection[str] = TRANSFERS) -> str:
 
 
 def describe(scheduler: str, transfers: Collection[str] = TRANSFERS) -> str:
-    """What orders the instructions, for logs: `bottom_up by asynchronous start and done`."""
+    """What orders the instructions, for logs: `bottom_up by asynchronous start and done`.
+
+    Inside an order that is imposed further out, which is made for transfers of every kind, it is that one.
+    """
+    if _imposed.get() is not None:
+        transfers = TRANSFERS
     return scheduler if scheduler == "compiler" else f"{scheduler} by {mechanism(transfers)}"
 
 
-_imposed: contextvars.ContextVar[bool] = contextvars.ContextVar("overlapfx_imposed", default=False)
+# While the outermost function is traced: the schedulers of those inside that are to have an order too.
+_imposed: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar("overlapfx_imposed", default=None)
 
 
 def impose(fn: Callable[..., Any], scheduler: str, how: str | None = None) -> Callable[..., Any]:
@@ -79,19 +85,22 @@ def impose(fn: Callable[..., Any], scheduler: str, how: str | None = None) -> Ca
 
     @functools.wraps(fn)
     def ordered(*arguments: Any) -> Any:
-        if _imposed.get():
+        outer = _imposed.get()
+        if outer is not None:
+            outer.append(scheduler)
             return fn(*arguments)
         flat_arguments, tree = jax.tree.flatten(arguments)
 
         def on_leaves(*leaves: Any) -> Any:
             return fn(*jax.tree.unflatten(tree, leaves))
 
-        with _outermost():
+        with _outermost() as inner:
             closed, shapes = jax.make_jaxpr(on_leaves, return_shape=True)(*flat_arguments)
         transfers = instructions.transfers(closed.jaxpr)
         if not transfers:
             return fn(*arguments)
-        found = _run(closed, (scheduler, how or _mechanism_for(transfers, flat_arguments)), flat_arguments)
+        by = how or _mechanism_for(TRANSFERS if inner else transfers, flat_arguments)
+        found = _run(closed, (scheduler, by), flat_arguments)
         return jax.tree.unflatten(jax.tree.structure(shapes), found)
 
     return ordered
@@ -104,10 +113,11 @@ def _mechanism_for(transfers: Collection[str], arguments: Sequence[Any]) -> str:
 
 
 @contextlib.contextmanager
-def _outermost() -> Iterator[None]:
-    token = _imposed.set(True)
+def _outermost() -> Iterator[list[str]]:
+    inner: list[str] = []
+    token = _imposed.set(inner)
     try:
-        yield
+        yield inner
     finally:
         _imposed.reset(token)
 
