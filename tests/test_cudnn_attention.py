@@ -74,6 +74,7 @@ def test_a_layer_on_gpu_is_cudnns(hopper):
 def test_plain_where_cudnn_has_none(hopper, caplog):
     assert cudnn_calls(dtype=jnp.float32) == cudnn_calls(bias=True) == []
     assert "attention is not one kernel because cuDNN has it in bfloat16 and float16, not float32." in caplog.text
+    assert "attention is not one kernel because cuDNN would hold the bias of its scores in memory for" in caplog.text
     with pytest.raises(ValueError, match="because 136 features of a head are no multiple of 8 up to 128; use fused="):
         cudnn_calls(head_dim=136, fused="on")
 

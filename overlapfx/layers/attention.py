@@ -30,7 +30,10 @@ _log = logging.getLogger(__name__)
 # For rematerialisation: what a policy may save of this layer, besides CONTEXT.
 OUTPUT = "attention_output"
 # By platform: attention as one kernel, and what tells why it cannot be.
-_KERNELS = {"tpu": (fused_attend, obstacle), "gpu": (cudnn_attend, cudnn_obstacle)}
+_KERNELS: dict[str, tuple[Callable[..., Array], Callable[..., str | None]]] = {
+    "tpu": (fused_attend, obstacle),
+    "gpu": (cudnn_attend, cudnn_obstacle),
+}
 
 
 class Attention(nnx.Module):
@@ -117,10 +120,10 @@ class Attention(nnx.Module):
             q_BTNH, k_BSKH = rotate(q_BTNH), rotate(k_BSKH)
         fused = self._kernel(q_BTNH, k_BSKH, bias_NTS)
         if fused is not None:
-            kernel = layout.on_each_device(
-                functools.partial(fused, causal=self.causal), ("btnh", "bsnh", "bsnh", "bt", "bs"), "btnh"
-            )
-            return kernel(q_BTNH, k_BSKH, v_BSKH, segments_BT, source_BS)
+            operands, labels = [q_BTNH, k_BSKH, v_BSKH, segments_BT, source_BS], ["btnh", "bsnh", "bsnh", "bt", "bs"]
+            if bias_NTS is not None:
+                operands, labels = [*operands, bias_NTS], [*labels, "nts"]
+            return layout.on_each_device(functools.partial(fused, causal=self.causal), labels, "btnh")(*operands)
         mask_BTS = segment_mask(segments_BT, source_BS, self.causal)
         return checkpoint_name(attend(q_BTNH, k_BSKH, v_BSKH, mask_BTS, bias_NTS), CONTEXT)
 
@@ -131,9 +134,8 @@ class Attention(nnx.Module):
             return None
         kernel, obstacle_to = _KERNELS.get(platform, _KERNELS["tpu"])  # which is interpreted anywhere else
         num_tokens, head_dim = q_BTNH.shape[1], q_BTNH.shape[-1]
-        why = obstacle_to(num_tokens, k_BSKH.shape[1], head_dim, q_BTNH.dtype, causal=self.causal)
-        if bias_NTS is not None:
-            why = "its scores get a bias"
+        what = {"causal": self.causal, "biased": bias_NTS is not None}
+        why = obstacle_to(num_tokens, k_BSKH.shape[1], head_dim, q_BTNH.dtype, **what)
         if why is not None and self.fused == "on":
             raise ValueError(f"{self.name} cannot be one kernel because {why}; use fused='auto' or 'off'.")
         if why is not None:

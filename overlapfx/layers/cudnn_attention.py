@@ -39,13 +39,21 @@ def cudnn_attend(
     )
 
 
-def cudnn_obstacle(num_queries: int, num_keys: int, head_dim: int, dtype: Any, *, causal: bool) -> str | None:
-    """Why `cudnn_attend` cannot take operands of these sizes on this process's GPUs, None if it can."""
+def cudnn_obstacle(
+    num_queries: int, num_keys: int, head_dim: int, dtype: Any, *, causal: bool, biased: bool = False
+) -> str | None:
+    """Why `cudnn_attend` cannot take operands of these sizes on this process's GPUs, None if it can.
+
+    biased: whether scores get a bias. JAX adds the mask to it, so that in memory it, and its gradient, would be as
+    large as the scores of all sequences and heads, in the precision of the operands.
+    """
     capability = compat.cuda_capability()
     if capability is None or capability < _OLDEST_CAPABILITY:
         return "cuDNN has it for NVIDIA GPUs from Ampere on only"
     if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
         return f"cuDNN has it in bfloat16 and float16, not {jnp.dtype(dtype)}"
+    if biased:
+        return "cuDNN would hold the bias of its scores in memory for every sequence"
     if causal and num_queries != num_keys:
         return f"causal attention of {num_queries} queries to {num_keys} keys has no diagonal"
     if head_dim % _HEAD_DIM_MULTIPLE or head_dim > _MAX_HEAD_DIM:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from overlapfx import compat
 from overlapfx.layers import fused_kernels
-from overlapfx.layers.fused_kernels import LANES, Blocks
+from overlapfx.layers.fused_kernels import LANES, Blocks, Operands
 
 # What a rematerialisation policy saves so that the backward pass does not run the forward kernel again.
 CONTEXT = "attention_context"
@@ -32,6 +33,7 @@ def fused_attend(
     v_BSKH: Float[Array, "B S K H"],
     query_segments_BT: Int[Array, "B T"],
     key_segments_BS: Int[Array, "B S"],
+    bias_NTS: Float[Array, "N T S"] | None = None,
     *,
     causal: bool,
 ) -> Float[Array, "B T N H"]:
@@ -39,46 +41,62 @@ def fused_attend(
     `causal`, none later. Every query must see some key.
 
     Products of what is given, with float32 sums and softmax; query head n uses key head n // (N / K). The backward pass
-    is a kernel too, which computes the scores again. On CPU the kernels are interpreted. Raises ValueError where
-    `obstacle` finds one.
+    is a kernel too, which computes the scores again, and another one for the gradient of a bias. Features are filled up
+    with zeros to whole registers. On CPU the kernels are interpreted. Raises ValueError where `obstacle` finds one.
     """
     _, num_tokens, num_heads, _ = q_BTNH.shape
     _, num_keys, kv_heads, head_dim = k_BSKH.shape
-    why = obstacle(num_tokens, num_keys, head_dim, q_BTNH.dtype, causal=causal)
+    biased = bias_NTS is not None
+    why = obstacle(num_tokens, num_keys, head_dim, q_BTNH.dtype, causal=causal, biased=biased)
     if why is not None:
         raise ValueError(f"attention cannot be one kernel because {why}; use fused='auto' or 'off'.")
-    blocks = _blocks(num_tokens, num_keys, head_dim, num_heads // kv_heads, q_BTNH.dtype.itemsize, causal)
+    group = num_heads // kv_heads
+    blocks = _blocks(num_tokens, num_keys, head_dim, group, q_BTNH.dtype.itemsize, causal, biased)
     assert blocks is not None
-    operands = (q_BTNH, k_BSKH, v_BSKH, query_segments_BT, key_segments_BS)
-    axes = frozenset().union(*(compat.varying_axes(x) for x in operands))
-    q_BTNH, k_BSKH, v_BSKH, query_segments_BT, key_segments_BS = (compat.vary(x, axes) for x in operands)
-    q_BNTH, k_BKSH, v_BKSH = (jnp.swapaxes(x, 1, 2) for x in (q_BTNH, k_BSKH, v_BSKH))
-    # A row of segments for each sequence: the last two dimensions are what a kernel sees.
-    context_BNTH = _attend(blocks, q_BNTH, k_BKSH, v_BKSH, query_segments_BT[:, None], key_segments_BS[:, None])
-    return jnp.swapaxes(context_BNTH, 1, 2)
+    # Kernels see the last two dimensions: a row of segments for each sequence.
+    segments = query_segments_BT[:, None], key_segments_BS[:, None]
+    q, k, v = (_pad_features(jnp.swapaxes(x, 1, 2), blocks.features) for x in (q_BTNH, k_BSKH, v_BSKH))
+    x = Operands(*segments, q, k, v, None if bias_NTS is None else jnp.swapaxes(bias_NTS, 1, 2))
+    axes = frozenset().union(*(compat.varying_axes(leaf) for leaf in jax.tree.leaves(x)))
+    context_BNTH = _attend(blocks, jax.tree.map(lambda leaf: compat.vary(leaf, axes), x))
+    return jnp.swapaxes(context_BNTH, 1, 2)[..., :head_dim]
 
 
-def obstacle(num_queries: int, num_keys: int, head_dim: int, dtype: Any, *, causal: bool) -> str | None:
-    """Why `fused_attend` cannot take operands of these sizes, None if it can."""
+def obstacle(
+    num_queries: int, num_keys: int, head_dim: int, dtype: Any, *, causal: bool, biased: bool = False
+) -> str | None:
+    """Why `fused_attend` cannot take operands of these sizes, None if it can. biased: whether scores get a bias."""
     if causal and num_queries != num_keys:
         return f"causal attention of {num_queries} queries to {num_keys} keys has no diagonal"
-    for size, name in ((num_queries, "queries"), (num_keys, "keys"), (head_dim, "features of a head")):
+    for size, name in ((num_queries, "queries"), (num_keys, "keys")):
         if size % LANES:
             return f"{size} {name} are no multiple of {LANES}"
-    if _blocks(num_queries, num_keys, head_dim, 1, jnp.dtype(dtype).itemsize, causal) is None:
-        return f"{num_keys} keys of {head_dim} features do not fit into a core's memory of {_VMEM_BYTES >> 20} MiB"
+    if _blocks(num_queries, num_keys, head_dim, 1, jnp.dtype(dtype).itemsize, causal, biased) is None:
+        what = f"{num_keys} keys of {head_dim} features" + (" with a bias" if biased else "")
+        return f"{what} do not fit into a core's memory of {_VMEM_BYTES >> 20} MiB"
     return None
 
 
-def _blocks(num_queries: int, num_keys: int, head_dim: int, group: int, itemsize: int, causal: bool) -> Blocks | None:
-    """The largest blocks with which the backward kernel fits into the memory of a core, None if there are none."""
+def _pad_features(x: Float[Array, "B N T H"], features: int) -> Float[Array, "B N T F"]:
+    missing = features - x.shape[-1]
+    return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, missing))) if missing else x
+
+
+def _blocks(
+    num_queries: int, num_keys: int, head_dim: int, group: int, itemsize: int, causal: bool, biased: bool
+) -> Blocks | None:
+    """The largest blocks with which every kernel fits into the memory of a core, None if there are none."""
     for largest in _BLOCK_SIZES:
         block_q, block_k = (_divisor(length, largest) for length in (num_queries, num_keys))
+        blocks = Blocks(num_queries, num_keys, head_dim, block_q, block_k, group, causal)
         # Two of each operand and result, for the next is fetched and the last is stored meanwhile.
-        operands = 2 * 4 * (num_keys + block_q) * head_dim * itemsize
-        sums = 2 * num_keys * head_dim * 4
-        if operands + sums + _LIVE_SCORES * block_q * block_k * 4 <= _VMEM_BYTES:
-            return Blocks(num_queries, num_keys, head_dim, block_q, block_k, group, causal)
+        of_query, of_keys = 2 * block_q * blocks.features * itemsize, 2 * num_keys * blocks.features * itemsize
+        bias = 2 * num_keys * block_q * 4 if biased else 0
+        sums = 2 * num_keys * blocks.features * 4
+        backward = 4 * (of_query + of_keys) + sums + bias
+        bias_gradient = 3 * of_query + 2 * of_keys + 2 * bias
+        if max(backward, bias_gradient) + _LIVE_SCORES * block_q * block_k * 4 <= _VMEM_BYTES:
+            return blocks
     return None
 
 
@@ -87,91 +105,122 @@ def _divisor(length: int, largest: int) -> int:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(blocks: Blocks, q: Array, k: Array, v: Array, q_seg: Array, k_seg: Array) -> Array:
-    return _forward(blocks, q, k, v, q_seg, k_seg)[0]
+def _attend(blocks: Blocks, x: Operands) -> Array:
+    return _forward(blocks, x)[0]
 
 
-def _attend_forward(blocks: Blocks, q: Array, k: Array, v: Array, q_seg: Array, k_seg: Array) -> tuple[Array, Any]:
-    out, lse = (checkpoint_name(x, CONTEXT) for x in _forward(blocks, q, k, v, q_seg, k_seg))
-    return out, (q, k, v, q_seg, k_seg, out, lse)
+def _attend_forward(blocks: Blocks, x: Operands) -> tuple[Array, Any]:
+    out, lse = (checkpoint_name(result, CONTEXT) for result in _forward(blocks, x))
+    return out, (x, out, lse)
 
 
-def _forward(
-    blocks: Blocks,
-    q: Float[Array, "B N T H"],
-    k: Float[Array, "B K S H"],
-    v: Float[Array, "B K S H"],
-    q_seg: Int[Array, "B 1 T"],
-    k_seg: Int[Array, "B 1 S"],
-) -> tuple[Float[Array, "B N T H"], Float[Array, "B N 1 T"]]:
+def _forward(blocks: Blocks, x: Operands) -> tuple[Float[Array, "B N T H"], Float[Array, "B N 1 T"]]:
     """Context, with the logarithm of the sum of exponentials of every query's scores."""
-    batch, num_heads, num_queries, _ = q.shape
-    lse = _like(q, (batch, num_heads, 1, num_queries), jnp.float32)
-    queries, keys, rows, *segments = _specs(blocks, lambda b, n, i: n, lambda b, n, i: i)
+    batch, num_heads, num_queries, _ = x.q.shape
+    lse = _like(x.q, (batch, num_heads, 1, num_queries), jnp.float32)
+    moved = [*jax.tree.leaves(x), x.q, lse]
+    if x.bias is None:
+        dim, grid = 2, (batch, num_heads, blocks.num_q)
+        specs, rows = _specs(blocks, x, lambda b, n, i: (b, n, i))
+    else:
+        # A block of the bias stays for all sequences, while every block of queries fetches the keys again.
+        dim, grid = 1, (num_heads, blocks.num_q, batch)
+        specs, rows = _specs(blocks, x, lambda n, i, b: (b, n, i))
+        moved += [x.k, x.v] * (blocks.num_q * blocks.group - 1)
     call = pl.pallas_call(
-        functools.partial(fused_kernels.forward, blocks),
-        grid=(batch, num_heads, blocks.num_q),
-        in_specs=[*segments, queries, keys, keys],
-        out_specs=[queries, rows],
-        out_shape=[_like(q, q.shape, q.dtype), lse],
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "parallel")),
-        cost_estimate=_cost(blocks, 2, [q_seg, k_seg, q, k, v, q, lse], batch * num_heads),
+        functools.partial(fused_kernels.forward, blocks, dim),
+        grid=grid,
+        in_specs=[specs],
+        out_specs=[specs.q, rows],
+        out_shape=[_like(x.q, x.q.shape, x.q.dtype), lse],
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",) * 3),
+        cost_estimate=_cost(blocks, 2, moved, batch * num_heads),
         interpret=compat.target_platform() != "tpu",
         name="attention_forward",
     )
     with jax.named_scope(SCOPE):
-        out, lse = call(q_seg, k_seg, q, k, v)
+        out, lse = call(x)
     return out, lse
 
 
-def _attend_backward(blocks: Blocks, saved: Any, d_out: Array) -> tuple[Array, Array, Array, None, None]:
-    q, k, v, q_seg, k_seg, out, lse = saved
-    batch, kv_heads = k.shape[:2]
-    queries, keys, rows, *segments = _specs(blocks, lambda b, kv, g, i: kv * blocks.group + g, lambda b, kv, g, i: i)
+def _attend_backward(blocks: Blocks, saved: Any, d_out: Array) -> tuple[Operands]:
+    x, out, lse = saved
+    batch, kv_heads = x.k.shape[:2]
+    specs, rows = _specs(blocks, x, lambda b, kv, g, i: (b, kv * blocks.group + g, i))
+    # A block of the bias is fetched anew for every sequence.
+    moved = [*jax.tree.leaves(x), out, lse, d_out, x.q, x.k, x.v, *jax.tree.leaves(x.bias) * (batch - 1)]
     call = pl.pallas_call(
         functools.partial(fused_kernels.backward, blocks),
         grid=(batch, kv_heads, blocks.group, blocks.num_q),
-        in_specs=[*segments, queries, keys, keys, queries, rows, queries],
-        out_specs=[queries, keys, keys],
-        out_shape=[_like(q, x.shape, x.dtype) for x in (q, k, v)],
+        in_specs=[specs, specs.q, rows, specs.q],
+        out_specs=[specs.q, specs.k, specs.v],
+        out_shape=[_like(x.q, operand.shape, operand.dtype) for operand in (x.q, x.k, x.v)],
         scratch_shapes=fused_kernels.scratch(blocks),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary", "arbitrary")),
-        cost_estimate=_cost(blocks, 5, [q_seg, k_seg, q, k, v, out, lse, d_out, q, k, v], batch * q.shape[1]),
+        cost_estimate=_cost(blocks, 5, moved, batch * x.q.shape[1]),
         interpret=compat.target_platform() != "tpu",
         name="attention_backward",
     )
     with jax.named_scope(SCOPE):
-        d_q, d_k, d_v = call(q_seg, k_seg, q, k, v, out, lse, d_out)
-    return d_q, d_k, d_v, None, None
+        d_q, d_k, d_v = call(x, out, lse, d_out)
+    d_bias = None if x.bias is None else _bias_gradient(blocks, x, out, lse, d_out)
+    return (Operands(None, None, d_q, d_k, d_v, d_bias),)
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
 
 
-def _specs(blocks: Blocks, head: Any, block: Any) -> tuple[pl.BlockSpec, ...]:
-    """What a program of the grid holds: a block of queries, all keys, a row for the queries, both rows of segments.
-
-    `head` and `block` tell a program's query head and block of queries from its place in the grid, whose first
-    dimension is the sequence. Keys stay where they are while the programs that follow need the same.
-    """
-    one, features = None, blocks.head_dim
-    return (
-        pl.BlockSpec((one, one, blocks.block_q, features), lambda *at: (at[0], head(*at), block(*at), 0)),
-        pl.BlockSpec((one, one, blocks.num_keys, features), lambda *at: (at[0], head(*at) // blocks.group, 0, 0)),
-        pl.BlockSpec((one, one, 1, blocks.block_q), lambda *at: (at[0], head(*at), 0, block(*at))),
-        pl.BlockSpec((one, 1, blocks.block_q), lambda *at: (at[0], 0, block(*at))),
-        pl.BlockSpec((one, 1, blocks.num_keys), lambda *at: (at[0], 0, 0)),
+def _bias_gradient(blocks: Blocks, x: Operands, out: Array, lse: Array, d_out: Array) -> Float[Array, "N S T"]:
+    batch, num_heads = x.q.shape[:2]
+    specs, rows = _specs(blocks, x, lambda n, i, b: (b, n, i))
+    moved = [*jax.tree.leaves(x), out, lse, d_out, x.bias, *[x.k, x.v] * (blocks.num_q * blocks.group - 1)]
+    call = pl.pallas_call(
+        functools.partial(fused_kernels.bias_gradient, blocks),
+        grid=(num_heads, blocks.num_q, batch),
+        in_specs=[specs, specs.q, rows, specs.q],
+        out_specs=specs.bias,
+        out_shape=_like(x.q, x.bias.shape, x.bias.dtype),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
+        cost_estimate=_cost(blocks, 2, moved, batch * num_heads),
+        interpret=compat.target_platform() != "tpu",
+        name="attention_bias_gradient",
     )
+    with jax.named_scope(SCOPE):
+        return call(x, out, lse, d_out)
+
+
+def _specs(blocks: Blocks, x: Operands, place: Callable[..., tuple[Any, Any, Any]]) -> tuple[Operands, pl.BlockSpec]:
+    """What a program of the grid holds: a block of queries, all keys, both rows of segments; a row for the queries.
+
+    `place` tells a program's sequence, query head and block of queries from its place in the grid. What a program needs
+    stays where it is while those that follow need the same.
+    """
+
+    def spec(shape: tuple[int | None, ...], block: Callable[..., tuple[Any, ...]]) -> pl.BlockSpec:
+        return pl.BlockSpec(shape, lambda *at: block(*place(*at)))
+
+    one = None
+    keys = spec((one, one, blocks.num_keys, blocks.features), lambda b, n, i: (b, n // blocks.group, 0, 0))
+    specs = Operands(
+        spec((one, 1, blocks.block_q), lambda b, n, i: (b, 0, i)),
+        spec((one, 1, blocks.num_keys), lambda b, n, i: (b, 0, 0)),
+        spec((one, one, blocks.block_q, blocks.features), lambda b, n, i: (b, n, i, 0)),
+        keys,
+        keys,
+        None if x.bias is None else spec((one, blocks.num_keys, blocks.block_q), lambda b, n, i: (n, 0, i)),
+    )
+    return specs, spec((one, one, 1, blocks.block_q), lambda b, n, i: (b, n, 0, i))
 
 
 def _cost(blocks: Blocks, num_products: int, arrays: list[Any], num_heads: int) -> pl.CostEstimate:
-    """What the planner charges: products of the blocks that are computed, every operand and result moved once.
+    """What the planner charges: products of the blocks that are computed, with the features that fill registers; what
+    is moved, listed as often as it is.
 
     num_heads: heads of all sequences.
     """
     num_scores = num_heads * blocks.num_scores
     return pl.CostEstimate(
-        flops=num_products * 2 * num_scores * blocks.head_dim,
+        flops=num_products * 2 * num_scores * blocks.features,
         transcendentals=num_scores,
         bytes_accessed=sum(x.size * x.dtype.itemsize for x in arrays),
     )

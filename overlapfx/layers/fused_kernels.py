@@ -2,15 +2,17 @@
 
 Scores stand with keys along rows and queries along columns, so that what belongs to a query (maximum, sum, segment) is
 one row, reduced and spread without crossing lanes. References hold one head: q, out and their gradients [T, H] of a
-block of queries, k, v and theirs [S, H] of all keys, segments and lse [1, T] or [1, S].
+block of queries, k, v and theirs [S, H] of all keys, bias and its gradient [S, T], segments and lse [1, T] or [1, S].
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
@@ -21,11 +23,25 @@ LANES = 128
 _UNSEEN = -0.7 * float(jnp.finfo(jnp.float32).max)
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Operands:
+    """What attention is computed from: arrays, their gradients, their blocks, or references to those of one head."""
+
+    query_segments: Any
+    key_segments: Any
+    q: Any
+    k: Any
+    v: Any
+    bias: Any = None  # float32, added to the scores, with keys along rows
+
+
 @dataclasses.dataclass(frozen=True)
 class Blocks:
     """How a kernel cuts the scores of one head into blocks of `block_q` queries by `block_k` keys.
 
-    group: query heads that share a key head. If `causal`, queries are as many as keys, and the blocks square.
+    head_dim: features that count; zeros fill them up to `features`. group: query heads that share a key head. If
+    `causal`, queries are as many as keys, and the blocks square.
     """
 
     num_queries: int
@@ -40,6 +56,11 @@ class Blocks:
     def scale(self) -> float:
         """Factor of the scores."""
         return 1 / math.sqrt(self.head_dim)
+
+    @property
+    def features(self) -> int:
+        """Features of a head in memory: whole registers."""
+        return -(-self.head_dim // LANES) * LANES
 
     @property
     def num_q(self) -> int:
@@ -66,24 +87,24 @@ class Blocks:
         return pl.ds(pl.multiple_of(j * self.block_k, self.block_k), self.block_k)
 
 
-def forward(blocks: Blocks, q_seg: Any, k_seg: Any, q: Any, k: Any, v: Any, out: Any, lse: Any) -> None:
+def forward(blocks: Blocks, dim: int, x: Operands, out: Any, lse: Any) -> None:
     """Context of one block of queries, block of keys by block of keys, with the logarithm of the sum of exponentials.
 
-    Softmax is built up: whenever a larger score is met, sum and context so far shrink accordingly.
+    Softmax is built up: whenever a larger score is met, sum and context so far shrink accordingly. dim: the dimension
+    of the grid that counts blocks of queries.
     """
-    i = pl.program_id(2)
-    query, query_segments = q[...], q_seg[...]
+    i = pl.program_id(dim)
+    query, query_segments = x.q[...], x.query_segments[...]
 
     def step(j: Any, before: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         top, total, context = before
-        at = blocks.at(j)
-        scores = _scores(blocks, query, k[at, :], query_segments, k_seg[:, at], i, j)
+        scores, value = _scores(blocks, x, query, query_segments, i, j), x.v[blocks.at(j), :]
         new_top = jnp.maximum(top, jnp.max(scores, axis=0, keepdims=True))
         shrink, weights = jnp.exp(top - new_top), jnp.exp(scores - new_top)
         total = total * shrink + jnp.sum(weights, axis=0, keepdims=True)
-        return new_top, total, context * shrink + _dot(v[at, :], weights.astype(v.dtype), 0, 0)
+        return new_top, total, context * shrink + _dot(value, weights.astype(value.dtype), 0, 0)
 
-    row, columns = (1, blocks.block_q), (blocks.head_dim, blocks.block_q)
+    row, columns = (1, blocks.block_q), (blocks.features, blocks.block_q)
     start = jnp.full(row, _UNSEEN, jnp.float32), jnp.zeros(row, jnp.float32), jnp.zeros(columns, jnp.float32)
     top, total, context = lax.fori_loop(0, blocks.keys_of(i), step, start)
     out[...] = jnp.transpose(context / total).astype(out.dtype)
@@ -92,11 +113,7 @@ def forward(blocks: Blocks, q_seg: Any, k_seg: Any, q: Any, k: Any, v: Any, out:
 
 def backward(
     blocks: Blocks,
-    q_seg: Any,
-    k_seg: Any,
-    q: Any,
-    k: Any,
-    v: Any,
+    x: Operands,
     out: Any,
     lse: Any,
     d_out: Any,
@@ -108,8 +125,8 @@ def backward(
 ) -> None:
     """Gradients of one block of queries, and of all keys and values once the last block of the last query head is done.
 
-    Weights p are computed again, as exp(scores - lse). With g = d_out: d_v = p g, d_scores = p (v g - sum(out g)),
-    d_q and d_k = d_scores times k and q. `k_sum` and `v_sum` gather in float32 what all query blocks give.
+    With g = d_out and the weights p: d_v = p g, d_q and d_k = d_scores times k and q. `k_sum` and `v_sum` gather in
+    float32 what all query blocks give.
     """
     head, i = pl.program_id(2), pl.program_id(3)
 
@@ -118,20 +135,17 @@ def backward(
         k_sum[...] = jnp.zeros_like(k_sum)
         v_sum[...] = jnp.zeros_like(v_sum)
 
-    query, query_segments, gradient, log_sum = q[...], q_seg[...], d_out[...], lse[...]
-    products = gradient.astype(jnp.float32) * out[...].astype(jnp.float32)
-    shift = jnp.sum(jnp.transpose(products), axis=0, keepdims=True)
+    query, gradient, weigh = x.q[...], d_out[...], _gradient(blocks, x, out, lse, d_out, i)
 
     def step(j: Any, query_sum: Array) -> Array:
         at = blocks.at(j)
-        key, value = k[at, :], v[at, :]
-        weights = jnp.exp(_scores(blocks, query, key, query_segments, k_seg[:, at], i, j) - log_sum)
+        weights, d_scores = weigh(j)
         v_sum[at, :] += _dot(weights.astype(gradient.dtype), gradient, 1, 0)
-        d_scores = (weights * (_dot(value, gradient, 1, 1) - shift)).astype(query.dtype)
+        d_scores = d_scores.astype(query.dtype)
         k_sum[at, :] += _dot(d_scores, query, 1, 0)
-        return query_sum + _dot(key, d_scores, 0, 0)
+        return query_sum + _dot(x.k[at, :], d_scores, 0, 0)
 
-    start = jnp.zeros((blocks.head_dim, blocks.block_q), jnp.float32)
+    start = jnp.zeros((blocks.features, blocks.block_q), jnp.float32)
     query_sum = lax.fori_loop(0, blocks.keys_of(i), step, start)
     d_q[...] = jnp.transpose(query_sum * blocks.scale).astype(d_q.dtype)
 
@@ -141,18 +155,56 @@ def backward(
         d_v[...] = v_sum[...].astype(d_v.dtype)
 
 
+def bias_gradient(blocks: Blocks, x: Operands, out: Any, lse: Any, d_out: Any, d_bias: Any) -> None:
+    """The gradient of the scores, summed over the sequences, which are the last dimension of the grid.
+
+    A kernel of its own, since sums over sequences and sums over queries cannot both stay in a core's memory.
+    """
+    i, sequence = pl.program_id(1), pl.program_id(2)
+
+    @pl.when(sequence == 0)
+    def _() -> None:
+        d_bias[...] = jnp.zeros_like(d_bias)
+
+    weigh = _gradient(blocks, x, out, lse, d_out, i)
+
+    def step(j: Any, nothing: None) -> None:
+        d_bias[blocks.at(j), :] += weigh(j)[1]
+
+    lax.fori_loop(0, blocks.keys_of(i), step, None)
+
+
 def scratch(blocks: Blocks) -> list[Any]:
     """The sums that `backward` keeps from block to block."""
-    return [pltpu.VMEM((blocks.num_keys, blocks.head_dim), jnp.float32)] * 2
+    return [pltpu.VMEM((blocks.num_keys, blocks.features), jnp.float32)] * 2
 
 
-def _scores(
-    blocks: Blocks, query: Array, key: Array, query_segments: Array, key_segments: Array, i: Any, j: Any
-) -> Array:
+def _gradient(
+    blocks: Blocks, x: Operands, out: Any, lse: Any, d_out: Any, i: Any
+) -> Callable[[Any], tuple[Array, Array]]:
+    """A function that gives the weights of query block i at key block j, and the gradient of its scores, in float32.
+
+    Weights p are computed again, as exp(scores - lse). With g = d_out: d_scores = p (v g - sum(out g)).
+    """
+    query, query_segments, gradient, log_sum = x.q[...], x.query_segments[...], d_out[...], lse[...]
+    products = gradient.astype(jnp.float32) * out[...].astype(jnp.float32)
+    shift = jnp.sum(jnp.transpose(products), axis=0, keepdims=True)
+
+    def weigh(j: Any) -> tuple[Array, Array]:
+        weights = jnp.exp(_scores(blocks, x, query, query_segments, i, j) - log_sum)
+        return weights, weights * (_dot(x.v[blocks.at(j), :], gradient, 1, 1) - shift)
+
+    return weigh
+
+
+def _scores(blocks: Blocks, x: Operands, query: Array, query_segments: Array, i: Any, j: Any) -> Array:
     """Scores of query block i against key block j, [keys, queries] in float32."""
-    scores = _dot(key, query, 1, 1) * blocks.scale
+    at = blocks.at(j)
+    scores = _dot(x.k[at, :], query, 1, 1) * blocks.scale
+    if x.bias is not None:
+        scores += x.bias[at, :]
     # A row becomes a column by way of a square that can be transposed.
-    column = jnp.transpose(jnp.broadcast_to(key_segments, (LANES, blocks.block_k)))[:, :1]
+    column = jnp.transpose(jnp.broadcast_to(x.key_segments[:, at], (LANES, blocks.block_k)))[:, :1]
     seen = column == query_segments
     if blocks.causal:
         place = lax.broadcasted_iota(jnp.int32, scores.shape, 1) - lax.broadcasted_iota(jnp.int32, scores.shape, 0)

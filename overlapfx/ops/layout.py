@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -39,8 +41,19 @@ def on_each_device(
     axes_of_label = _axes_of_label.get()
     if axes_of_label is None:
         return fn
-    specs = [P(*(axes_of_label.get(label) for label in labels)) for labels in (*operands, result)]
-    return jax.shard_map(fn, in_specs=tuple(specs[:-1]), out_specs=specs[-1])
+    sizes = jax.sharding.get_abstract_mesh().shape
+    *specs, out_spec = ([axes_of_label.get(label, ()) for label in labels] for labels in (*operands, result))
+    # What devices share is copied for each of them before. Else shard_map would sum its gradient over the mesh axis, in
+    # whose place it would take the vmap of that name in `partitioned_by_xla`.
+    shared = [tuple(axis for axis in sum(out_spec, ()) if axis not in sum(spec, ())) for spec in specs]
+    in_specs = tuple(P(axes, *spec) for axes, spec in zip(shared, specs, strict=True))
+    one = jax.shard_map(lambda *copies: fn(*(x[0] for x in copies)), in_specs=in_specs, out_specs=P(*out_spec))
+
+    def run(*args: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
+        num_copies = (math.prod(sizes[axis] for axis in axes) for axes in shared)
+        return one(*(jnp.broadcast_to(x, (num, *x.shape)) for num, x in zip(num_copies, args, strict=True)))
+
+    return run
 
 
 def is_cut_by_xla() -> bool:
