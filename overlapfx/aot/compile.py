@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import importlib.metadata
-import pathlib
-import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,9 +19,6 @@ from overlapfx.plan.torus import Coord
 
 # What a jaxlib says of an instruction that a newer compiler writes otherwise (0.10.2 of libtpu 0.0.52, v6e and tpu7x).
 _UNREADABLE = "hlo_instruction.cc"
-# A name around a place, as MLIR prints locations.
-_SCOPE = re.compile(r'loc\("([^"]*)"\(')
-_PROJECT = pathlib.Path(__file__).parents[2]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,10 +79,8 @@ def compile_for(
     options = {name: _option(value) for name, value in (compiler_options or {}).items()}
     begin = time.perf_counter()
     jitted: Any = fn if hasattr(fn, "trace") else jax.jit(fn)
-    with _short_locations():
-        trace = jitted.trace(*abstract_args)
-        lowered = trace.lower()
-        traced = _named(lowered)
+    trace = jitted.trace(*abstract_args)
+    lowered = trace.lower()
     flops: Counter[str] = Counter()
     for scope, of_one in products(trace.jaxpr.jaxpr):
         flops[scope] += of_one  # type: ignore[assignment]
@@ -96,7 +88,7 @@ def compile_for(
     # Every slice runs the same program over its own partitions, so that one slice's places describe them all.
     first = [device for device in devices if not getattr(device, "slice_index", None)]
     coords = tuple(device_coord(device, topology.torus) for device in first)
-    name = kept.key(traced, options, str(topology), str(coords))
+    name = kept.key(kept.text_of(lowered), options, str(topology), str(coords))
     found = kept.find(name)
     program = found or _compiled(topology, lowered, options)
     if found is None:
@@ -105,31 +97,6 @@ def compile_for(
     return CompiledFor(
         topology, program.text, memory, coords, options, lower_s, compile_s, flops, is_kept=found is not None
     )
-
-
-def _named(lowered: Any) -> str:
-    """The text of a lowered program with the scopes of its operations, by which the compiled one is read."""
-    return "\n".join([lowered.as_text(), *_SCOPE.findall(lowered.as_text(debug_info=True))])
-
-
-@contextlib.contextmanager
-def _short_locations() -> Iterator[None]:
-    """Places in the source are files of this project, without who called: kernels are compiled with theirs inside.
-
-    Otherwise the same program would have another text in every command and in every checkout.
-    """
-    short = {
-        "jax_traceback_in_locations_limit": 1,
-        "jax_hlo_source_file_canonicalization_regex": f"^{re.escape(str(_PROJECT))}/",
-    }
-    before = {name: getattr(jax.config, name) for name in short}
-    for name, value in short.items():
-        jax.config.update(name, value)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            jax.config.update(name, value)
 
 
 def _memory(stats: Any) -> Memory:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import dataclasses
 import gzip
@@ -9,11 +10,15 @@ import hashlib
 import importlib.metadata
 import json
 import os
+import re
 import tempfile
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from jax.experimental.mosaic.dialects import tpu
+from jaxlib.mlir import ir
 
 from overlapfx.train.directories import cache_dir
 
@@ -22,6 +27,10 @@ _MAX_BYTES = 4 * 2**30
 # What else the compiler listens to.
 _VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 _PACKAGES = ("jax", "jaxlib", "libtpu")
+# As MLIR prints them: the body of a kernel in its configuration, a string inside a string; scopes, which have slashes,
+# unlike names of functions.
+_KERNEL = re.compile(r"(body\\22: \\22)([^\\]+)")
+_SCOPE = re.compile(r'loc\("([^"]*/[^"]*)"\(')
 _LEVEL = 1  # of compression: the text shrinks tenfold, more is not worth the time
 
 
@@ -36,6 +45,23 @@ class Kept:
 def directory() -> Path:
     """Where they are; it may be deleted at any time."""
     return cache_dir() / "compiled"
+
+
+def text_of(lowered: Any) -> str:
+    """All that a lowered program (`jax.stages.Lowered`) is compiled from and read by, without places in the source.
+
+    Scopes belong to it: by them einsum sites are found in the compiled program. Kernels come as bytecode with places
+    inside; printed they have none.
+    """
+    text = _KERNEL.sub(lambda found: found[1] + _printed(base64.b64decode(found[2])), lowered.as_text())
+    return "\n".join([text, *_SCOPE.findall(lowered.as_text(debug_info=True))])
+
+
+def _printed(kernel: bytes) -> str:
+    context = ir.Context()
+    tpu.register_dialect(context)
+    context.allow_unregistered_dialects = True
+    return str(ir.Module.parse(kernel, context=context).operation.get_asm(enable_debug_info=False))
 
 
 def key(traced: str, options: Mapping[str, str], *place: str) -> str:
