@@ -187,10 +187,12 @@ class TestImpose:
 
 
 class TestGroups:
-    def ordered(self, scheduler: str) -> list[instructions.Step]:
-        """A ring with two chains each way, in order."""
-        overlap = Overlap(mode="on", method="ring", direction="two", unroll=2)
-        call = functools.partial(collective_einsum, "tf,fd->td", out_scatter={"d": "x"}, overlap=overlap)
+    def ring(self, x: jax.Array, w: jax.Array, unroll: int) -> jax.Array:
+        """Two chains, of which one moves while the other computes, or four, whose transfers overlap each other."""
+        overlap = Overlap(mode="on", method="ring", direction="two", unroll=unroll)
+        return collective_einsum("tf,fd->td", x, w, out_scatter={"d": "x"}, overlap=overlap)
+
+    def ordered(self, call: Any, scheduler: str) -> list[instructions.Step]:
         found: list[instructions.Step] = []
 
         def local(x: jax.Array, w: jax.Array) -> jax.Array:
@@ -202,9 +204,9 @@ class TestGroups:
         jax.eval_shape(fn, *[jax.ShapeDtypeStruct((4096, 4096), jnp.float32)] * 2)
         return found
 
-    @pytest.mark.parametrize("scheduler", SCHEDULERS)
-    def test_members_are_beside_each_other_and_independent(self, scheduler: str) -> None:
-        steps = self.ordered(scheduler)
+    @pytest.mark.parametrize(("scheduler", "unroll"), [("top_down", 1), ("bottom_up", 2)])
+    def test_members_are_beside_each_other_and_independent(self, scheduler: str, unroll: int) -> None:
+        steps = self.ordered(functools.partial(self.ring, unroll=unroll), scheduler)
         groups = find_groups(steps)
         needs: dict[int, set[int]] = {}  # by identity of a step: groups of the steps that it needs
         maker: dict[int, int] = {}
@@ -215,13 +217,27 @@ class TestGroups:
             if step.kind != START:
                 maker.update(dict.fromkeys(step.start.writes() if step.start else step.writes(), id(step)))
         starts = [step for step in steps if step.kind == START]
-        assert len(starts) == 12
+        assert len(starts) == 6 * unroll
         for start in starts:
             done = next(i for i, step in enumerate(steps) if step.start is start)
             beside = {groups.get(id(step)) for step in steps[steps.index(start) : done] if step.is_product}
-            assert groups.get(id(start)) in beside | {None}
-        assert sum(id(start) in groups for start in starts) >= 9, "a product has one group, for one transfer"
+            assert id(start) not in groups or beside == {groups[id(start)]}
+        assert len(set(groups.values())) == sum(id(start) in groups for start in starts)
+        assert unroll == 2 or len(set(groups.values())) >= 4
         assert not set(groups.values()) & set(find_groups(steps).values()), "numbers of another order"
+
+    def test_products_that_need_each_other_are_in_none(self) -> None:
+        def chain(x: jax.Array, w: jax.Array) -> jax.Array:
+            far = lax.ppermute(x, "x", PERM)
+            for _ in range(3):
+                x = x @ w[:, :1024]
+            return x + far
+
+        steps = self.ordered(chain, "top_down")
+        start = next(i for i, step in enumerate(steps) if step.kind == START)
+        done = next(i for i, step in enumerate(steps) if step.kind == DONE)
+        assert sum(step.is_product for step in steps[start:done]) >= 2
+        assert find_groups(steps) == {}
 
     def test_groups_are_in_the_program(self) -> None:
         plain, text = (
