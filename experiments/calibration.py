@@ -60,8 +60,8 @@ Why they differ, as far as the compiled programs tell:
   47.8 s; in bfloat16 they would take 4.2, and AllGathers over x another 7.5, part of which xla-async hides.
 - So the error falls with the share of axis x in the mesh: 512B (x=16, and two micro-batches, without which it does not
   fit, so that weights are gathered twice) is predicted too slow, 16B to 128B (x of 2 and 4) too fast.
-- Attention is one kernel, priced at an assumed share of the peak (kernel_efficiency). Heads of 96 features (200B) cost as
-  much as ones of 128.
+- Attention is one kernel, priced at an assumed share of the peak (kernel_efficiency). Heads of 96 features (200B) cost
+  as much as ones of 128.
 - "repeated" is what the compiler computes and gathers a second time since memory is short: 3 % of the blocking step of
   32B. The published 16B and 32B runs recomputed something else, and MFU does not count recomputation.
 - A prediction holds the processor's schedule and the links only: no input, no host, no stragglers, no variation of the
