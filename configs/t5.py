@@ -86,6 +86,7 @@ def _300b() -> ConfigDict:
     )
     config.mesh.update({"y": 64, "x": 8})
     config.data.global_batch = 1024
-    config.overlap.accum_dtype = "bfloat16"  # of sums that travel, as XLA makes them of bfloat16 products
+    # Sums travel in bfloat16, as XLA makes them of bfloat16 products.
+    config.overlap.update({"save_gathered": True, "accum_dtype": "bfloat16"})
     config.sample.num_tokens = 0
     return config
