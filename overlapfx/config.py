@@ -19,7 +19,7 @@ DIRECTIONS = ("auto", "one", "two", "two_whole")
 INTERLEAVES = ("auto", "parity", "halves")
 SCHEDULERS = ("compiler", "bottom_up", "top_down")
 ACCUM_DTYPES = ("float32", "bfloat16", "float16")
-ROW_STRIPES = (1, 2, 4)
+ROW_STRIPES = (1, 2, 4, 8)
 NUM_BYTES = 256  # text is read as bytes, so a vocabulary has at least these
 
 
