@@ -101,9 +101,10 @@ def _published(name: str) -> ConfigDict:
     if name == "512B":  # 65536 tokens a device are more than its memory holds at once
         config.optimizer.grad_accum = 2
     # Sums travel in bfloat16, as XLA makes them of bfloat16 products: the published runs moved as much. Eight row
-    # stripes hide each other's communication. What a layer gathers when it is recomputed lives until its own backward
-    # pass only, so that keeping it costs little memory.
-    config.overlap.update({"row_stripes": 8, "save_gathered": True, "accum_dtype": "bfloat16"})
+    # stripes hide each other's communication; 1024B has 16 rows on a device, of which stripes of two lose. What a layer
+    # gathers when it is recomputed lives until its own backward pass only, so that keeping it costs little memory.
+    row_stripes = 4 if name == "1024B" else 8
+    config.overlap.update({"row_stripes": row_stripes, "save_gathered": True, "accum_dtype": "bfloat16"})
     return config
 
 
