@@ -55,11 +55,11 @@ PUBLISHED = {
 }
 EXPLANATION = """
 Why they differ, as far as the compiled programs tell:
-- What crosses the network per step depends on the program. Partial sums are float32 here; most of a step's bytes are
-  ReduceScatters of them over axis x, which has one of the torus's three dimensions. At 256B (blocking) they take 7.5 of
-  47.8 s; in bfloat16 they would take 4.2, and AllGathers over x another 7.5, part of which xla-async hides.
-- So the error falls with the share of axis x in the mesh: 512B (x=16, and two micro-batches, without which it does not
-  fit, so that weights are gathered twice) is predicted too slow, 16B to 128B (x of 2 and 4) too fast.
+- What crosses the network per step depends on the program. Partial sums travel in bfloat16 here, as XLA makes them of
+  bfloat16 products; in float32 the blocking step of 256B would take 47.8 s instead of 44.3. Most of what is waited for
+  crosses axis x, which has one of the torus's three dimensions.
+- The error falls with the size of axis x: 512B (x=16, and two micro-batches, without which it does not fit, so that
+  weights are gathered twice) is predicted too slow, 16B to 128B (x of 2 and 4) too fast.
 - Attention is one kernel, priced at an assumed share of the peak (kernel_efficiency). Heads of 96 features (200B) cost
   as much as ones of 128.
 - "repeated" is what the compiler computes and gathers a second time since memory is short: 3 % of the blocking step of
