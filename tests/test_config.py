@@ -99,7 +99,8 @@ def test_all_names_of_the_file_are_tested() -> None:
 @pytest.mark.parametrize("name", ["tiny", *TABLE])
 def test_overlap_group_lists_every_field(name: str) -> None:
     # A field that the file does not list could not be set on the command line.
-    full = {"row_stripes": 8 if name in ("32B", "128B", "256B") else 4, "save_gathered": True, "accum_dtype": "bfloat16"}
+    row_stripes = 8 if name in ("32B", "128B", "256B") else 4
+    full = {"row_stripes": row_stripes, "save_gathered": True, "accum_dtype": "bfloat16"}
     own = {"mode": "on"} if name == "tiny" else full
     assert gpt.get_config(name).overlap.to_dict() == to_dict(Overlap()) | own
 
