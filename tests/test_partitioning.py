@@ -54,8 +54,9 @@ def test_sums_over_devices_have_the_dtype_of_the_config(dtype, monkeypatch):
     monkeypatch.setattr(compat, "target_platform", lambda: "tpu")  # where products need not be widened
     run = prepared("xla", overlap=Overlap("off", accum_dtype=dtype))
     text = str(jax.make_jaxpr(run.train_step)(run.state, batch(0)))
-    assert ("preferred_element_type=bfloat16" in text) == (dtype == "bfloat16")
-    assert ("preferred_element_type=float32" in text) == (dtype == "float32")
+    narrow, wide = (text.count(f"preferred_element_type={name}") for name in ("bfloat16", "float32"))
+    # All einsums of the op; scores and contexts of attention cross no device.
+    assert narrow > 2 * wide > 0 if dtype == "bfloat16" else wide > narrow == 0
 
 
 def test_nothing_of_ours_is_left():
