@@ -86,7 +86,7 @@ def _300b() -> ConfigDict:
     )
     config.mesh.update({"y": 64, "x": 8})
     config.data.global_batch = 1024
-    # Sums travel in bfloat16, as XLA makes them of bfloat16 products.
-    config.overlap.update({"save_gathered": True, "accum_dtype": "bfloat16"})
+    # Sums travel in float32: with bfloat16 the blocking program stops libtpu 0.0.42 (while_loop_all_reduce_code_motion).
+    config.overlap.save_gathered = True
     config.sample.num_tokens = 0
     return config
