@@ -1,7 +1,7 @@
 # Source: ours, both sizes; 10B reaches the named size of the paper's BigSSL (48 layers, 3072 x 12288).
 # Expected: tiny transcribes held-out synthetic speech with less than 20 % label error after 60 of its 300 steps
 #     (measured: 9.9 %, 54 % after 20 steps, 2.1 % after 300; docs/images/tiny-conformer.png is that run).
-#     10B: no published figure; planned, 4.39 s against 5.90 s blocking (1.34x), 5.5 of 32 GiB.
+#     10B: no published figure; planned, 3.37 s against 5.80 s blocking (1.72x), 4.7 of 32 GiB.
 # Command: overlapfx train --config=configs/conformer.py:tiny
 #     overlapfx plan --config=configs/conformer.py:10B --topology=v4:4x4x8
 """Speech encoders: a tiny one that transcribes synthetic speech on a laptop, one of 10 billion that pre-trains."""
