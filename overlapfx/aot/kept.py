@@ -54,7 +54,8 @@ def text_of(lowered: Any) -> str:
     inside; printed they have none.
     """
     text = _KERNEL.sub(lambda found: found[1] + _printed(base64.b64decode(found[2])), lowered.as_text())
-    return "\n".join([text, *_SCOPE.findall(lowered.as_text(debug_info=True))])
+    # How often each is printed depends on what the process traced before.
+    return "\n".join([text, *sorted(set(_SCOPE.findall(lowered.as_text(debug_info=True))))])
 
 
 def _printed(kernel: bytes) -> str:
