@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from ml_collections import ConfigDict
 
+# Of a full size: sums travel in bfloat16, as XLA makes them of bfloat16 products (the published runs moved as much);
+# what a layer gathers when it is recomputed lives until its own backward pass only, so that keeping it costs little
+# memory.
+FULL_SIZE = {"save_gathered": True, "accum_dtype": "bfloat16"}
+
 
 def config(name: str) -> ConfigDict:
     """The config called `name` without its model, mesh, batch and whatever else is its own."""

@@ -80,7 +80,7 @@ def _200b() -> ConfigDict:
     )
     config.mesh.update({"y": 64, "x": 16})
     config.data.global_batch = 4096
-    # As for the GPTs: row stripes hide each other's communication, sums travel in bfloat16.
-    config.overlap.update({"row_stripes": 4, "save_gathered": True, "accum_dtype": "bfloat16"})
+    # As for the GPTs: row stripes hide each other's communication.
+    config.overlap.update(_base.FULL_SIZE, row_stripes=4)
     config.sample.num_tokens = 0
     return config

@@ -100,12 +100,9 @@ def _published(name: str) -> ConfigDict:
     config.data.global_batch = global_batch
     if name == "512B":  # 65536 tokens a device are more than its memory holds at once
         config.optimizer.grad_accum = 2
-    # Sums travel in bfloat16, as XLA makes them of bfloat16 products: the published runs moved as much. Row stripes
-    # hide each other's communication; eight gain a little at these sizes, lose at others or take too long to compile
-    # (512B). What a layer gathers when it is recomputed lives until its own backward pass only, so that keeping it
-    # costs little memory.
-    row_stripes = 8 if name in ("32B", "128B", "256B") else 4
-    config.overlap.update({"row_stripes": row_stripes, "save_gathered": True, "accum_dtype": "bfloat16"})
+    # Row stripes hide each other's communication; eight gain a little at these sizes, lose at others or take too long
+    # to compile (512B).
+    config.overlap.update(_base.FULL_SIZE, row_stripes=8 if name in ("32B", "128B", "256B") else 4)
     return config
 
 

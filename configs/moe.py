@@ -93,6 +93,5 @@ def _1t() -> ConfigDict:
     )
     config.mesh.update({"y": 64, "x": 16})
     config.data.global_batch = 1024
-    # Sums travel in bfloat16, as XLA makes them of bfloat16 products.
-    config.overlap.update({"save_gathered": True, "accum_dtype": "bfloat16"})
+    config.overlap.update(_base.FULL_SIZE)
     return config

@@ -86,7 +86,7 @@ def _300b() -> ConfigDict:
     )
     config.mesh.update({"y": 64, "x": 8})
     config.data.global_batch = 1024
-    # Sums travel in float32: with bfloat16 libtpu 0.0.42 fails on the blocking program (RET_CHECK in its code motion of
-    # sums out of loops). Keeping what is gathered loses here, 17.06 s.
+    # Not _base.FULL_SIZE: with sums in bfloat16 libtpu 0.0.42 fails on the blocking program (RET_CHECK in its code
+    # motion of sums out of loops), and keeping what is gathered loses here (17.06 s).
     config.sample.num_tokens = 0
     return config

@@ -20,8 +20,7 @@ from overlapfx.aot import slices, variants
 from overlapfx.aot.assumptions import Assumptions
 from overlapfx.aot.compile import compile_for
 from overlapfx.aot.hlo import Instruction, Module, parse_module
-from overlapfx.aot.lowering import lower
-from overlapfx.aot.timeline import walk
+from overlapfx.aot.read import time_line
 from overlapfx.config import Overlap
 from overlapfx.ops import order
 from overlapfx.ops.collective_einsum import collective_einsum
@@ -116,9 +115,9 @@ def compiled(program: Program, mesh: Mesh, fn: Callable[..., Any]) -> Compiled:
     """`fn`, the program in some order, compiled for TOPOLOGY with the options of our steps."""
     topology = slices.parse_slice(TOPOLOGY)
     made = compile_for(topology, _mapped(program, mesh, fn), _arguments(program, mesh), variants.OURS.options)
-    module, assumptions = parse_module(made.text), Assumptions.for_slice(topology)
-    line = walk(lower(module), assumptions.network(topology), made.coords, assumptions)
-    return Compiled(compiled_places(module), 1e3 * line.total_s, 1e3 * (line.exposed_s + line.blocking_s))
+    line = time_line(made, Assumptions.for_slice(topology))
+    waiting_s = line.exposed_s + line.blocking_s
+    return Compiled(compiled_places(parse_module(made.text)), 1e3 * line.total_s, 1e3 * waiting_s)
 
 
 def _mapped(program: Program, mesh: Mesh, fn: Callable[..., Any]) -> Any:

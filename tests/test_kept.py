@@ -14,6 +14,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from overlapfx.aot import kept
 from overlapfx.aot.kept import Kept
 from overlapfx.layers.fused_attention import fused_attend
+from overlapfx.train.directories import replacing
 
 PROGRAM = Kept("HloModule step\n\nENTRY %main {\n}\n", {"compile_s": 2.5, "memory": {"code": 3}})
 
@@ -61,6 +62,17 @@ def test_where_nothing_can_be_kept_work_goes_on(tmp_path: pathlib.Path, monkeypa
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     kept.keep("a", PROGRAM)
     assert kept.find("a") is None
+
+
+def test_a_write_that_fails_leaves_what_was_there_and_nothing_else(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "cache" / "file"
+    with replacing(path) as file:
+        file.write(b"whole")
+    with pytest.raises(OSError, match="full"), replacing(path) as file:
+        file.write(b"ha")
+        raise OSError("the disk is full")
+    assert path.read_bytes() == b"whole"
+    assert list(path.parent.iterdir()) == [path]
 
 
 def test_those_not_asked_for_the_longest_go(monkeypatch: pytest.MonkeyPatch) -> None:

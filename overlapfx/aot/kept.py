@@ -11,7 +11,6 @@ import importlib.metadata
 import json
 import os
 import re
-import tempfile
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,7 +19,7 @@ from typing import Any
 from jax.experimental.mosaic.dialects import tpu
 from jaxlib.mlir import ir
 
-from overlapfx.train.directories import cache_dir
+from overlapfx.train.directories import cache_dir, replacing
 
 # Beyond it those that were not asked for the longest go.
 _MAX_BYTES = 4 * 2**30
@@ -75,7 +74,7 @@ def key(traced: str, options: Mapping[str, str], *place: str) -> str:
 
 def find(name: str) -> Kept | None:
     """The program of this `key`; None if there is none that can be read."""
-    path = directory() / f"{name}.gz"
+    path = _path(name)
     try:
         facts, _, text = gzip.decompress(path.read_bytes()).decode().partition("\n")
         os.utime(path)
@@ -88,11 +87,13 @@ def keep(name: str, program: Kept) -> None:
     """Stores a program under its `key`, unless there is no room or no permission: it is a cache."""
     packed = gzip.compress(f"{json.dumps(program.facts)}\n{program.text}".encode(), _LEVEL)
     with contextlib.suppress(OSError):
-        directory().mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=directory(), delete=False) as file:
+        with replacing(_path(name)) as file:
             file.write(packed)
-        os.replace(file.name, directory() / f"{name}.gz")
         _make_room()
+
+
+def _path(name: str) -> Path:
+    return directory() / f"{name}.gz"
 
 
 def _make_room() -> None:

@@ -2,17 +2,36 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import pathlib
 import socket
-from typing import TextIO
+import tempfile
+from collections.abc import Iterator
+from typing import BinaryIO, TextIO
 
 
 def cache_dir() -> pathlib.Path:
     """What can be made again is kept in overlapfx below $XDG_CACHE_HOME, or else below ~/.cache."""
     configured = pathlib.Path(os.environ.get("XDG_CACHE_HOME", ""))  # to be ignored unless absolute, by the convention
     return (configured if configured.is_absolute() else pathlib.Path.home() / ".cache") / "overlapfx"
+
+
+@contextlib.contextmanager
+def replacing(path: pathlib.Path) -> Iterator[BinaryIO]:
+    """A file for what `path` is to hold: the block's end puts it there, at once and whole; its directory is made.
+
+    A block that fails leaves `path` as it was, and nothing beside it.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as undo:
+        file = undo.enter_context(tempfile.NamedTemporaryFile(dir=path.parent, delete=False))
+        undo.callback(os.unlink, file.name)
+        yield file  # type: ignore[misc]
+        file.close()
+        os.replace(file.name, path)
+        undo.pop_all()
 
 
 def make_directory(path: pathlib.Path, what: str, remedy: str) -> None:

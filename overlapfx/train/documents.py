@@ -8,7 +8,6 @@ import hashlib
 import json
 import logging
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol
@@ -16,6 +15,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import numpy as np
 from jaxtyping import Int16, Int64, UInt8
 
+from overlapfx.train.directories import replacing
 from overlapfx.train.packing import clean
 from overlapfx.train.stops import DataError
 
@@ -154,10 +154,8 @@ class Source(abc.ABC):
             return known
         lengths = self._count_lengths()
         try:
-            cache.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(dir=cache, delete=False) as file:
+            with replacing(path) as file:
                 np.save(file, lengths)
-            os.replace(file.name, path)
         except OSError as error:  # without a cache the next start takes longer, nothing else
             _log.warning("The lengths of the records could not be kept in %s: %s", path, error)
         return lengths
