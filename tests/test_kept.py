@@ -66,11 +66,16 @@ def test_where_nothing_can_be_kept_work_goes_on(tmp_path: pathlib.Path, monkeypa
 
 def test_a_write_that_fails_leaves_what_was_there_and_nothing_else(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "cache" / "file"
-    with replacing(path) as file:
-        file.write(b"whole")
-    with pytest.raises(OSError, match="full"), replacing(path) as file:
-        file.write(b"ha")
-        raise OSError("the disk is full")
+
+    def write(content: bytes, error: OSError | None = None) -> None:
+        with replacing(path) as file:
+            file.write(content)
+            if error is not None:
+                raise error
+
+    write(b"whole")
+    with pytest.raises(OSError, match="full"):
+        write(b"ha", OSError("the disk is full"))
     assert path.read_bytes() == b"whole"
     assert list(path.parent.iterdir()) == [path]
 
