@@ -115,7 +115,7 @@ LEFT = {
     "precision": Left(precise, ("a product that it feeds",)),
     "integers": Left(integers, ("the product is of int32",)),
     "narrow result": Left(narrow, ("is wanted as float16",)),
-    "AllReduce": Left(all_reduced, ("only a ReduceScatter is decomposed",), specs=PARTIAL["specs"], out=P("y")),
+    "AllReduce": Left(all_reduced, ("AllGather are no cheaper",), specs=PARTIAL["specs"], out=P("y")),
     "slice": Left(cut_apart, ("its result is used by",)),
     "reversed": Left(shuffled, ("its result is used by rev",)),
     "minor part": Left(minor, ("the major part of the scattered dimension has size 2, over 4 devices",), **COLUMNAR),

@@ -25,6 +25,8 @@ from overlapfx.train.directories import cache_dir, replacing
 _MAX_BYTES = 4 * 2**30
 # What else the compiler listens to.
 _VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+# Says nothing about programs for a slice.
+_HOST = re.compile(r"--xla_force_host_platform_device_count=\S*")
 _PACKAGES = ("jax", "jaxlib", "libtpu")
 # As MLIR prints them: the body of a kernel in its configuration, a string inside a string; scopes, which have slashes,
 # unlike names of functions.
@@ -67,7 +69,7 @@ def _printed(kernel: bytes) -> str:
 def key(traced: str, options: Mapping[str, str], *place: str) -> str:
     """Names a program: its text before compilation, the options, what describes the place that it is compiled for."""
     versions = {name: importlib.metadata.version(name) for name in _PACKAGES}
-    variables = {name: os.environ.get(name, "") for name in _VARIABLES}
+    variables = {name: _HOST.sub("", os.environ.get(name, "")).strip() for name in _VARIABLES}
     rest = json.dumps([versions, variables, dict(options), place], sort_keys=True)
     return hashlib.sha256(f"{rest}\n{traced}".encode()).hexdigest()
 

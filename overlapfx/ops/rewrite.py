@@ -23,7 +23,8 @@ def overlap(f: Callable[..., R], config: Overlap = Overlap()) -> Overlapped[R]:
     f: any function that holds a shard_map: over jit, scan, while, cond, remat and custom rules, forward or already
         differentiated. Within each body, `all_gather -> dot_general`, `dot_general -> psum_scatter` and chains of both
         become collective einsums where the gate says so, past conversions, reshapes, transposes and elementwise work
-        on what was gathered. Several independent products of one gathered array share one stream of it.
+        on what was gathered. Several independent products of one gathered array share one stream of it. `psum` of
+    products becomes a ReduceScatter and an AllGather where that is predicted to be faster.
     config: as for `collective_einsum`; sites are named "function:line" after the product.
 
     Results have the same shapes and dtypes and equal those of `f` up to rounding: partial products are added in

@@ -6,8 +6,11 @@ import contextlib
 import dataclasses
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
+import jax
+from jax import lax
 from jax.extend import source_info_util
 from jax.extend.core import Literal, jaxprs_in_params
 
@@ -21,6 +24,7 @@ ELEMENTWISE = frozenset(_ELEMENTWISE_WORDS.split())
 VARYING = frozenset({"pvary"})
 SHAPING = frozenset({"reshape", "transpose", "squeeze", "broadcast_in_dim"})
 GATHERS = frozenset({"all_gather", "all_gather_invariant"})
+ALL_REDUCES = frozenset({"psum", "psum_invariant"})
 CALLS = frozenset({"jit", "pjit"})
 # Operations that, written twice with the same operands, are one.
 _ALIKE = (ELEMENTWISE - {"name"}) | VARYING | SHAPING | GATHERS
@@ -94,12 +98,25 @@ class Op:
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Reduced:
+    """One array of an AllReduce, `op`, and what stands for that if it was split."""
+
+    op: Op
+    scatter: Op | None = None
+    gather: Op | None = None
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Graph:
-    """Operations in the order in which they were written, without those that nothing needs."""
+    """Operations in the order in which they were written, without those that nothing needs.
+
+    reduced: the arrays of all AllReduces as written, needed or not.
+    """
 
     inputs: tuple[Value, ...]
     outputs: tuple[Value, ...]
     ops: tuple[Op, ...]
+    reduced: tuple[Reduced, ...] = ()
 
 
 def evaluate(graph: Graph, arrays: Sequence[Any]) -> list[Any]:
@@ -133,11 +150,15 @@ def open_jaxpr(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
     return getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ())
 
 
-def read_graph(jaxpr: Any, inline: bool) -> Graph:
-    """The graph of a jaxpr, closed or not. inline: whether small functions become part of it, and repeats one."""
+def read_graph(jaxpr: Any, inline: bool, split: Mapping[int, int] = MappingProxyType({})) -> Graph:
+    """The graph of a jaxpr, closed or not.
+
+    inline: whether small functions become part of it, and repeats one. split: arrays of AllReduces, by their place in
+    `reduced`, that become ReduceScatters along a dimension followed by AllGathers.
+    """
     opened, consts = open_jaxpr(jaxpr)
     inputs = tuple(Value(var.aval) for var in opened.invars)
-    reader = _Reader(inline)
+    reader = _Reader(inline, split)
     outputs = reader.read(opened, consts, inputs, None)
     ops = _needed(reader.ops, outputs)
     for op in ops:
@@ -145,13 +166,14 @@ def read_graph(jaxpr: Any, inline: bool) -> Graph:
             value.users.append(op)
     for value in outputs:
         value.leaves = True
-    return Graph(inputs, outputs, tuple(ops))
+    return Graph(inputs, outputs, tuple(ops), tuple(reader.reduced))
 
 
 class _Reader:
-    def __init__(self, inline: bool) -> None:
-        self.inline = inline
+    def __init__(self, inline: bool, split: Mapping[int, int]) -> None:
+        self.inline, self.split = inline, split
         self.ops: list[Op] = []
+        self.reduced: list[Reduced] = []
         self.seen: dict[Any, tuple[Value, ...]] = {}
 
     def read(self, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Value], outer: Any) -> tuple[Value, ...]:
@@ -167,6 +189,8 @@ class _Reader:
             if self.inline and eqn.primitive.name in CALLS and _is_small(eqn.params["jaxpr"]):
                 inner, inner_consts = open_jaxpr(eqn.params["jaxpr"])
                 results = self.read(inner, inner_consts, operands, stack)
+            elif eqn.primitive.name in ALL_REDUCES:
+                results = self._reduce(eqn, operands, stack)
             else:
                 results = self._add(eqn, operands, stack)
             env.update(zip(eqn.outvars, results, strict=True))
@@ -184,6 +208,44 @@ class _Reader:
         if key is not None:
             self.seen[key] = results
         return results
+
+    def _reduce(self, eqn: Any, operands: tuple[Value, ...], stack: Any) -> tuple[Value, ...]:
+        """An AllReduce without the arrays that are split, and their halves."""
+        results = tuple(Value(var.aval) for var in eqn.outvars)
+        whole: list[tuple[Value, Value]] = []
+        for operand, result in zip(operands, results, strict=True):
+            dim = self.split.get(len(self.reduced))
+            op = Op(eqn, (operand,), (result,), stack)
+            if dim is None:
+                whole.append((operand, result))
+                self.reduced.append(Reduced(op))
+                continue
+            first, second = halves(op, dim)
+            between = Value(first.outvars[0].aval)
+            scatter = Op(first, (operand,), (between,), stack)
+            gather = Op(second, (between,), (result,), stack)
+            between.producer, result.producer = scatter, gather
+            self.ops += [scatter, gather]
+            self.reduced.append(Reduced(op, scatter, gather))
+        if whole:
+            inputs, outputs = zip(*whole, strict=True)
+            self.ops.append(Op(eqn, inputs, outputs, stack))
+            for output in outputs:
+                output.producer = self.ops[-1]
+        return results
+
+
+def halves(op: Op, dim: int) -> tuple[Any, Any]:
+    """A ReduceScatter along a dimension and an AllGather, as equations, that together are an AllReduce of one array."""
+    axes = op.params["axes"]
+    to = "varying" if op.outputs[0].varying.issuperset(axes) or op.name == "psum" else "invarying"
+
+    def run(x: Any) -> Any:
+        part = lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
+        return lax.all_gather(part, axes, axis=dim, tiled=True, to=to)
+
+    scatter, gather = jax.make_jaxpr(run)(op.inputs[0].aval).eqns
+    return scatter.replace(source_info=op.eqn.source_info), gather.replace(source_info=op.eqn.source_info)
 
 
 def _key(eqn: Any, operands: tuple[Value, ...]) -> Any:

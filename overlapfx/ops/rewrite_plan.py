@@ -15,7 +15,7 @@ from overlapfx.ops import rewrite_match as match
 from overlapfx.ops.rewrite_calls import Call, Node, Recipe
 from overlapfx.ops.rewrite_dims import Unsafe
 from overlapfx.ops.rewrite_forms import Forms, find_forms
-from overlapfx.ops.rewrite_graph import GATHERS, Graph, Op, Value
+from overlapfx.ops.rewrite_graph import GATHERS, Graph, Op
 from overlapfx.ops.rewrite_match import Site
 from overlapfx.ops.rewrite_sum import Sum, match_sum
 
@@ -204,13 +204,12 @@ class _Planner:
 
     def _left(self, calls: Sequence[Call]) -> tuple[tuple[Op, str], ...]:
         absorbed = frozenset().union(*(call.recipe.absorbed for call in calls))
-        left = []
-        for op in self.graph.ops:
-            if match.is_collective(op) and op not in absorbed:
-                left.append((op, self.kept.get(op) or self._why_scattered(op)))
-            elif op.name in ("psum", "psum_invariant") and any(_product_behind(v) for v in op.inputs):
-                left.append((op, "the sum of a product goes to every device, and only a ReduceScatter is decomposed"))
-        return tuple(left)
+        half = {reduced.gather for reduced in self.graph.reduced}
+        return tuple(
+            (op, self.kept.get(op) or self._why_scattered(op))
+            for op in self.graph.ops
+            if match.is_collective(op) and op not in absorbed and op not in half
+        )
 
     def _why_scattered(self, scatter: Op) -> str:
         """Why a scatter was not absorbed, or a gather if there is no product at all."""
@@ -231,12 +230,6 @@ class _Planner:
         if match.only_user(value) is None:
             return f"the product that it sums, {op.place}, is also used elsewhere"
         return self.refused.get(op) or self.unscattered.get(op, "its product is part of no pattern")
-
-
-def _product_behind(value: Value) -> bool:
-    while value.producer is not None and value.producer.name in match.SHAPED:
-        value = value.producer.inputs[0]
-    return value.producer is not None and value.producer.name == "dot_general"
 
 
 def _likeness(site: Site) -> Any:

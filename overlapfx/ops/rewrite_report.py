@@ -43,7 +43,7 @@ Finding: TypeAlias = Rewritten | NotRewritten
 
 @dataclasses.dataclass(frozen=True)
 class RewriteReport:
-    """What became of every AllGather and ReduceScatter of a function, in the order in which they were met."""
+    """What became of the AllGathers, ReduceScatters and AllReduces of products in a function, as they were met."""
 
     rewritten: tuple[Rewritten, ...]
     left: tuple[NotRewritten, ...]

@@ -12,14 +12,25 @@ from jax.extend import linear_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun, jaxprs_in_params
 
 from overlapfx.config import Overlap
+from overlapfx.ops import rewrite_reduce
 from overlapfx.ops.rewrite_calls import Call
-from overlapfx.ops.rewrite_graph import GATHERS, Op, Value, bind, evaluate, open_jaxpr, read, read_graph
-from overlapfx.ops.rewrite_plan import BodyPlan, plan_body
+from overlapfx.ops.rewrite_graph import (
+    ALL_REDUCES,
+    GATHERS,
+    Graph,
+    Op,
+    Value,
+    bind,
+    evaluate,
+    open_jaxpr,
+    read,
+    read_graph,
+)
+from overlapfx.ops.rewrite_plan import BodyPlan
 from overlapfx.ops.rewrite_report import Finding, NotRewritten, Rewritten
 from overlapfx.plan import decide
 
-# AllReduces are not rewritten, but those of products are reported.
-_COLLECTIVES = GATHERS | {"reduce_scatter", "psum", "psum_invariant"}
+_COLLECTIVES = GATHERS | ALL_REDUCES | {"reduce_scatter"}
 _CUSTOM = frozenset({"custom_jvp_call", "custom_vjp_call"})
 _KINDS = {"reduce_scatter": "ReduceScatter", "psum": "AllReduce", "psum_invariant": "AllReduce"}
 
@@ -64,9 +75,12 @@ class Rewriter:
 
     def _run(self, jaxpr: Any, arrays: Sequence[Any]) -> list[Any]:
         mapped = bool(jax.sharding.get_abstract_mesh().manual_axes)
-        graph = read_graph(jaxpr, inline=mapped)
-        plan = plan_body(graph, self._config) if mapped else BodyPlan(graph.ops, (), ())
-        self._found.extend(_rewritten(call) for call in plan.calls)
+        if mapped:
+            graph, plan = rewrite_reduce.plan(jaxpr, self._config)
+        else:
+            graph = read_graph(jaxpr, inline=False)
+            plan = BodyPlan(graph.ops, (), ())
+        self._found.extend(_rewritten(call, graph) for call in plan.calls)
         self._found.extend(NotRewritten(_describe(op), op.source, why) for op, why in plan.left)
         env: dict[Value, Any] = dict(zip(graph.inputs, arrays, strict=True))
         for node in plan.order:
@@ -168,7 +182,12 @@ def _describe(op: Op) -> str:
     return f"{kind} over {names} of {op.inputs[0].aval.dtype}{list(op.inputs[0].shape)}"
 
 
-def _rewritten(call: Call) -> Rewritten:
+def _rewritten(call: Call, graph: Graph) -> Rewritten:
+    written = {reduced.scatter: reduced.op for reduced in graph.reduced}
     absorbed = sorted(call.recipe.absorbed, key=lambda op: op.source)
+    replaced = (
+        f"{_describe(written[op])} as ReduceScatter and AllGather" if op in written else _describe(op)
+        for op in absorbed
+    )
     dots = call.recipe.dots
-    return Rewritten(dots[0].source, len(dots), tuple(map(_describe, absorbed)), call.decision)
+    return Rewritten(dots[0].source, len(dots), tuple(replaced), call.decision)

@@ -100,6 +100,24 @@ class Work:
         return _SUM_BYTES * sum(math.prod(self.sizes[i][c] for c in labels[i]) for i in results)
 
 
+def native(slot: Slot, where: Environment) -> float:
+    """Seconds of a native AllGather or ReduceScatter with nothing beside it."""
+    links = where.links(slot.axes)
+    if links.is_summed:
+        zeros = slot.wire_bytes if slot.kind == "gather" else 0
+        return all_reduce(slot, where) + zeros * where.prices.copy_s_per_byte
+    return _moved(slot, where) + slot.num_shards / 2 * HOP_S
+
+
+def all_reduce(slot: Slot, where: Environment) -> float:
+    """Seconds of a native AllReduce, which moves the bytes of this ReduceScatter (or AllGather) twice."""
+    return 2 * _moved(slot, where) + slot.num_shards * HOP_S
+
+
+def _moved(slot: Slot, where: Environment) -> float:
+    return slot.wire_bytes / (where.links(slot.axes).native * (where.chip.per_device().link_bytes_per_s or 0.0))
+
+
 class Pricing:
     """The ways of one problem, priced for an environment."""
 
@@ -130,12 +148,7 @@ class Pricing:
 
     def native(self, slot: Slot) -> float:
         """A native collective with nothing beside it."""
-        links = self.where.links(slot.axes)
-        moved_s = slot.wire_bytes / (links.native * self._link)
-        if not links.is_summed:
-            return moved_s + slot.num_shards / 2 * HOP_S
-        zeros = slot.wire_bytes if slot.kind == "gather" else 0
-        return 2 * moved_s + slot.num_shards * HOP_S + zeros * self.prices.copy_s_per_byte
+        return native(slot, self.where)
 
     def ring(self, slot: Slot, direction: str) -> float:
         """Its transfers alone, as a ring of permutes."""

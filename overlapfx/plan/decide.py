@@ -40,6 +40,7 @@ class Plan:
     downgrades: tuple[str, ...] = ()
     twins: tuple[Slot, ...] = ()
     seconds: float = 0.0  # predicted
+    whole_seconds: float = 0.0  # predicted with nothing decomposed
 
     def members(self) -> dict[int, Slot]:
         """The decomposed collectives by the index of their operand or result."""
@@ -137,7 +138,9 @@ def choose(
     plans.sort(key=lambda plan: plan.seconds * (1 - MARGIN if plan.slot is None else 1))
     best = plans[0]
     reason = f"{best.seconds * 1e3:.3g} ms predicted, {whole.seconds * 1e3:.3g} ms whole"
-    return dataclasses.replace(best, reason=reason, downgrades=(*downgrades, *best.downgrades)), tuple(plans)
+    downgrades += best.downgrades
+    best = dataclasses.replace(best, reason=reason, downgrades=tuple(downgrades), whole_seconds=whole.seconds)
+    return best, tuple(plans)
 
 
 def _candidates(slots: Sequence[Slot], overlap: Overlap, downgrades: list[str]) -> list[Slot]:
