@@ -46,7 +46,7 @@ def test_another_question_has_another_key(monkeypatch: pytest.MonkeyPatch) -> No
     assert len(set(before)) == 4
     assert keys() == before
     flags = os.environ.get("XLA_FLAGS", "")
-    monkeypatch.setenv("XLA_FLAGS", f"{flags} --xla_force_host_platform_device_count=3")
+    monkeypatch.setenv("XLA_FLAGS", f"{flags} --xla_force_host_platform_device_count=3 --xla_cpu_c=d")
     assert keys() == before
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_b")
     assert not set(keys()) & set(before)

@@ -26,7 +26,7 @@ _MAX_BYTES = 4 * 2**30
 # What else the compiler listens to.
 _VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 # Says nothing about programs for a slice.
-_HOST = re.compile(r"--xla_force_host_platform_device_count=\S*")
+_HOST = re.compile(r"--xla_(?:cpu|force_host_platform_device_count)\S*")
 _PACKAGES = ("jax", "jaxlib", "libtpu")
 # As MLIR prints them: the body of a kernel in its configuration, a string inside a string; scopes, which have slashes,
 # unlike names of functions.
