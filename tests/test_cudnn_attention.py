@@ -32,34 +32,41 @@ def hopper(monkeypatch):
     monkeypatch.setattr(kernels, "check_compute_capability", lambda capability: True)
 
 
-def cudnn_calls(head_dim=128, num_tokens=128, dtype=jnp.bfloat16, fused="auto", bias=False):
-    """cuDNN's kernels in the program that a layer, with its gradients, is lowered to for a GPU."""
+def lowered(head_dim=128, num_tokens=128, dtype=jnp.bfloat16, fused="auto", bias=False):
+    """The program that a layer, with its gradients, is lowered to for a GPU."""
     given = {"d_model": 128, "num_heads": 4, "num_kv_heads": 2, "head_dim": head_dim, "rotary": False, "out_std": 1.0}
     layer = Attention(**given, compute_dtype=dtype, overlap=Overlap("off"), fused=fused, rngs=nnx.Rngs(0))
     x, segments = jnp.zeros((2, num_tokens, 128)), jnp.ones((2, num_tokens), jnp.int32)
-    scores_bias = jnp.zeros((4, num_tokens, num_tokens)) if bias else None
+    scores_bias = jnp.zeros((4, num_tokens, num_tokens) if bias else ())
     mesh = AbstractMesh((1, 1), ("y", "x"), axis_types=(AxisType.Auto,) * 2, abstract_device=GPU)
 
-    def local(x, segments):
-        return jax.grad(lambda x: jnp.sum(layer(x, segments, scores_bias)))(x)
+    def local(x, segments, scores_bias):
+        return jax.grad(lambda *x: jnp.sum(layer(x[0], segments, x[1] if bias else None)), (0, 1))(x, scores_bias)
 
-    specs = (P("y", None, "x"), P("y"))
-    fn = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=specs[0])
-    return CALL.findall(jax.jit(fn).trace(x, segments).lower(lowering_platforms=("cuda",)).as_text())
+    specs = (P("y", None, "x"), P("y"), P())
+    fn = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=(specs[0], P()))
+    return jax.jit(fn).trace(x, segments, scores_bias).lower(lowering_platforms=("cuda",)).as_text()
 
 
+def cudnn_calls(**what):
+    """cuDNN's kernels in it."""
+    return CALL.findall(lowered(**what))
+
+
+@pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("causal", [True, False])
-def test_computes_what_plain_attention_computes(causal):
+def test_computes_what_plain_attention_computes(causal, biased):
     rng = np.random.default_rng(0)
     q, k, v, cotangent = (jnp.asarray(rng.normal(size=(2, 24, n, 8)), "float32") for n in (4, 2, 2, 4))
+    bias = [jnp.asarray(rng.normal(size=(4, 24, 24)), "float32")] * biased
     segments = jnp.asarray([[1] * 9 + [2] * 15, [1] * 20 + [2] * 4], jnp.int32)
     cudnn = functools.partial(cudnn_attend, causal=causal, implementation="xla")
 
-    def plain(q, k, v, query_segments, key_segments):
-        return attend(q, k, v, segment_mask(query_segments, key_segments, causal))
+    def plain(q, k, v, query_segments, key_segments, *bias):
+        return attend(q, k, v, segment_mask(query_segments, key_segments, causal), *bias)
 
     def run(fn):
-        out, backward = jax.vjp(lambda *x: fn(*x, segments, segments), q, k, v)
+        out, backward = jax.vjp(lambda q, k, v, *bias: fn(q, k, v, segments, segments, *bias), q, k, v, *bias)
         return out, *backward(cotangent)
 
     for got, wanted in zip(run(cudnn), run(plain), strict=True):
@@ -71,10 +78,16 @@ def test_a_layer_on_gpu_is_cudnns(hopper):
     assert cudnn_calls(fused="off") == []
 
 
+def test_a_bias_has_a_gradient_from_cudnn(hopper):
+    (backward,) = (line for line in lowered(bias=True, num_tokens=64).splitlines() if "SoftmaxBackward" in line)
+    results = backward.split(" -> ")[-1]
+    assert results.count("tensor<2x4x64x64xbf16>") == 1, results  # for every sequence and head
+    assert cudnn_calls(bias=True) == cudnn_calls()
+
+
 def test_plain_where_cudnn_has_none(hopper, caplog):
-    assert cudnn_calls(dtype=jnp.float32) == cudnn_calls(bias=True) == []
+    assert cudnn_calls(dtype=jnp.float32) == []
     assert "attention is not one kernel because cuDNN has it in bfloat16 and float16, not float32." in caplog.text
-    assert "attention is not one kernel because cuDNN would hold the bias of its scores in memory for" in caplog.text
     with pytest.raises(ValueError, match="because 136 features of a head are no multiple of 8 up to 128; use fused="):
         cudnn_calls(head_dim=136, fused="on")
 
