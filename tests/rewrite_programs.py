@@ -14,6 +14,7 @@ from core_jaxpr import count
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+import overlapfx
 from overlapfx.config import Overlap
 
 AXES = {"y": 2, "x": 4}
@@ -179,6 +180,19 @@ def outputs_and_gradients(function: Callable[..., Any], arguments: Any, transfor
 
     gradients = transform(jax.grad(loss, tuple(range(len(arguments)))))
     return function(*arguments), gradients(*arguments)
+
+
+def every_way(plain: Callable[..., Any], arguments: Any, config: Overlap) -> tuple[Any, Any, Any]:
+    """Outputs and gradients: plain, rewritten, differentiated then rewritten."""
+
+    def rewritten(function: Callable[..., Any]) -> Callable[..., Any]:
+        return overlapfx.overlap(function, config)
+
+    return (
+        outputs_and_gradients(plain, arguments),
+        outputs_and_gradients(rewritten(plain), arguments),
+        outputs_and_gradients(plain, arguments, rewritten),
+    )
 
 
 def run(function: Callable[..., Any], *arguments: Any) -> Any:

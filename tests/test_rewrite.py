@@ -27,15 +27,7 @@ def results() -> Any:
     arguments = {name: program.arguments() for name, program in PROGRAMS.items()}
 
     def everything(arguments: Any) -> Any:
-        made = {}
-        for name, program in PROGRAMS.items():
-            plain = program.mapped()
-            made[name] = (
-                rp.outputs_and_gradients(plain, arguments[name]),
-                rp.outputs_and_gradients(overlapfx.overlap(plain, RING), arguments[name]),
-                rp.outputs_and_gradients(plain, arguments[name], lambda f: overlapfx.overlap(f, RING)),
-            )
-        return made
+        return {name: rp.every_way(program.mapped(), arguments[name], RING) for name, program in PROGRAMS.items()}
 
     return rp.run(everything, arguments)
 

@@ -107,15 +107,7 @@ def results(check_vma: bool) -> Any:
     arguments = {name: PROGRAMS[name].arguments() for name in names}
 
     def everything(arguments: Any) -> Any:
-        made = {}
-        for name in names:
-            plain = PROGRAMS[name].mapped(check_vma)
-            made[name] = (
-                rp.outputs_and_gradients(plain, arguments[name]),
-                rp.outputs_and_gradients(overlapfx.overlap(plain, CHAINS), arguments[name]),
-                rp.outputs_and_gradients(plain, arguments[name], lambda f: overlapfx.overlap(f, CHAINS)),
-            )
-        return made
+        return {name: rp.every_way(PROGRAMS[name].mapped(check_vma), arguments[name], CHAINS) for name in names}
 
     with pricing(SLOW):
         return rp.run(everything, arguments)
