@@ -27,7 +27,7 @@ pytestmark = pytest.mark.core
 
 # A chip so slow that the latency of a hop is nothing beside a few thousand bytes, and as quick with narrow products.
 _SLOW = dataclasses.replace(
-    TPU_V4, name="slow", peak_bf16_flops=5e5, link_bytes_per_s=1e6, hbm_bytes_per_s=TPU_V4.hbm_bytes_per_s / 1e6
+    TPU_V4, name="slow", peak_bf16_flops=2e5, link_bytes_per_s=3e5, hbm_bytes_per_s=TPU_V4.hbm_bytes_per_s / 1e6
 )
 SLOW = Environment(_SLOW)
 

@@ -15,6 +15,11 @@ from overlapfx.plan.slots import Slot
 
 HOP_S = 1e-6
 _SUM_BYTES = 4  # running sums and products are float32
+# Found by compiling for TPU v4: every piece of an einsum takes so much longer than its arithmetic, whatever its size.
+# Where columns of a piece do not fill registers of so many lanes, the compiler turns over in memory all that is added
+# to it: the pieces take a quarter longer, and as much again those of the neighbour that adds its result.
+_PIECE_S = 8e-6
+_LANES, _TURNED = 128, 0.5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,17 +206,19 @@ class Pricing:
         """Rounds of partial einsums, each round's transfers beside the other chains' einsums of the next."""
         ways = 1 if direction == "one" else 2
         width = slot.shard_size // (unroll * (2 if direction == "two" else 1))
-        chains = unroll * ways * self.work.num_stripes
+        chains = unroll * ways
         round_s = self._products([slot.index], width) / slot.num_shards
         out_bytes = self.work.result_bytes([slot.index])
-        round_s += self.prices.sum_s_per_byte * out_bytes / slot.num_shards
+        round_s += self.prices.sum_s_per_byte * out_bytes / slot.num_shards + chains * _PIECE_S
         transfer_s = self.ring(slot, direction) / (slot.num_shards - 1)
-        # A chain waits for its own transfer, beside which only the einsums of the other chains run.
-        waits = (slot.num_shards - 1) * max(0.0, transfer_s - round_s * (chains - 1) / chains)
+        # A chain waits for its own transfer, beside which the einsums of the other chains run, or another row stripe.
+        others = 1.0 if self.work.num_stripes > 1 else (chains - 1) / chains
+        waits = (slot.num_shards - 1) * max(0.0, transfer_s - round_s * others)
         joined = out_bytes / slot.num_shards * self.prices.copy_s_per_byte
         if direction == "two_whole":  # two arrivals meet one einsum, and the compiler adds them apart from it
             joined += 3 * out_bytes / (self.where.chip.per_device().hbm_bytes_per_s or math.inf)
-        return slot.num_shards * round_s + waits + joined + self._sliced(slot)
+        turned = _TURNED * self._products([slot.index], width) if width > _LANES and width % _LANES else 0.0
+        return slot.num_shards * round_s + waits + joined + turned + self._sliced(slot)
 
     def _ring_gather(self, slot: Slot, direction: str) -> float:
         """Rounds of one einsum per arrival, whose results are added or placed; arrivals do not wait for einsums."""
@@ -256,7 +263,8 @@ class Pricing:
                 labels = self.work.problem.operands[i].labels
                 if slot.label in labels and not (slot.kind == "gather" and i == slot.index):
                     cut += 2 * math.prod(self.work.sizes[t.out][c] for c in labels)
-        return cut * self.prices.copy_s_per_byte
+        # Row stripes cut the same weights.
+        return cut * self.prices.copy_s_per_byte / self.work.num_stripes
 
 
 def _is_twin(other: Slot, slot: Slot) -> bool:
