@@ -18,12 +18,12 @@ V4 = PRICES["TPU v4"]
 
 
 def down(
-    rows: int, features: int, width: int, num_x: int, num_stripes: int = 1
+    rows: int, features: int, width: int, num_x: int, num_stripes: int = 1, accum_bytes: int = 4
 ) -> tuple[Work, tuple[Slot, ...], dict[tuple[str, int], dict[str, int]]]:
-    """The narrowing product of an MLP on one device, its float32 result scattered over x."""
+    """The narrowing product of an MLP on one device, its result scattered over x; float32 unless said otherwise."""
     problem = pattern.forward(Operand("tf"), Operand("fd"), Result("td", (("d", ("x",)),)), 1)
     sizes = {0: {"t": rows, "f": features, "d": width}}
-    slots = find_slots(problem, [(rows, features), (features, width)], [2, 2], sizes, {"x": num_x}, 4)
+    slots = find_slots(problem, [(rows, features), (features, width)], [2, 2], sizes, {"x": num_x}, accum_bytes)
     return Work(problem, sizes, frozenset({1}), num_stripes), slots, {("scatter", 0): sizes[0]}
 
 
@@ -80,6 +80,35 @@ def test_rings_of_accumulators_against_compiled_programs(direction: str, unroll:
     work, slots, _ = down(32768, 8192, 16384, 8)
     predicted = Pricing(work, slots, Environment()).decomposed(slots[0], "ring", direction, unroll, 1)
     assert predicted * 1e3 == pytest.approx(compiled_ms, rel=0.15)
+
+
+@pytest.mark.parametrize(
+    ("shape", "num_stripes", "direction", "unroll", "compiled_ms"),
+    [
+        ((32768, 8192, 8192, 4), 8, "one", 1, 18.1),  # mlp.down of 32B
+        ((32768, 8192, 16384, 8), 8, "one", 1, 36.0),  # of 256B
+        ((32768, 2048, 16384, 8), 8, "two", 2, 13.0),  # attention.out of 256B
+        ((32768, 5120, 20480, 16), 4, "two", 1, 30.7),  # mlp.down of 512B, in pieces of 640 columns
+        ((32768, 1280, 20480, 16), 4, "two", 2, 15.8),  # attention.out of 512B; what its neighbours lose is in the price
+    ],
+)
+def test_rings_beside_row_stripes_against_compiled_steps(
+    shape: tuple[int, int, int, int], num_stripes: int, direction: str, unroll: int, compiled_ms: float
+) -> None:
+    """bfloat16 sums; time lines of whole steps on TPU v4, per layer, waiting included."""
+    rows, *rest = shape
+    work, slots, _ = down(rows // num_stripes, *rest, num_stripes, accum_bytes=2)
+    one = Pricing(work, slots, Environment()).decomposed(slots[0], "ring", direction, unroll, 1)
+    assert num_stripes * one * 1e3 == pytest.approx(compiled_ms, rel=0.22)
+
+
+def test_pieces_that_do_not_fill_registers_are_not_taken() -> None:
+    # 1280 columns a shard: halves of 640 do, quarters of 320 make the compiler turn their neighbours over in memory.
+    work, slots, sizes = down(8192, 1280, 10240, 8, num_stripes=4, accum_bytes=2)
+    plan, ways = decide.choose(slots, Overlap(), sizes, work)
+    assert (plan.direction, plan.unroll) == ("two", 1)
+    quarters = next(way for way in ways if (way.direction, way.unroll) == ("two", 2))
+    assert quarters.seconds > 1.2 * plan.seconds
 
 
 def test_the_gate_takes_the_best_of_them() -> None:
