@@ -103,6 +103,13 @@ def test_halves_by_hand() -> None:
     assert halves(Piece(4, 5)) == (Piece(4, 3), Piece(7, 2))
     assert halves(Piece(4, 2)) == (Piece(4, 1), Piece(5, 1))
     assert halves(Piece(4, 1)) == (Piece(4, 1),)
+    # Between registers of 128 lanes.
+    assert halves(Piece(0, 1280)) == (Piece(0, 640), Piece(640, 640))
+    assert halves(Piece(640, 640)) == (Piece(640, 384), Piece(1024, 256))
+    assert halves(Piece(0, 1152)) == (Piece(0, 640), Piece(640, 512))
+    assert halves(Piece(0, 256)) == (Piece(0, 128), Piece(128, 128))
+    assert halves(Piece(0, 128)) == (Piece(0, 64), Piece(64, 64))
+    assert halves(Piece(0, 960)) == (Piece(0, 480), Piece(480, 480))
 
 
 def test_stripes_by_hand() -> None:

@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from overlapfx.chips import TPU_V4, Chip
+from overlapfx.plan.chains import Piece, halves
 from overlapfx.plan.pattern import Axes, Problem
 from overlapfx.plan.prices import PRICES, Prices
 from overlapfx.plan.slots import Slot
@@ -16,10 +17,7 @@ from overlapfx.plan.slots import Slot
 HOP_S = 1e-6
 _SUM_BYTES = 4  # running sums and products are float32
 # Found by compiling for TPU v4: every piece of an einsum takes so much longer than its arithmetic, whatever its size.
-# Where columns of a piece do not fill registers of so many lanes, the compiler turns over in memory all that is added
-# to it: the pieces take a quarter longer, and as much again those of the neighbour that adds its result.
 _PIECE_S = 8e-6
-_LANES, _TURNED = 128, 0.5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,7 +157,8 @@ class Pricing:
         """Its transfers alone, as a ring of permutes."""
         links, steps = self.where.links(slot.axes), slot.num_shards - 1
         shard = slot.wire_bytes / steps
-        sent = {"one": steps, "two": steps / 2, "two_whole": math.ceil(steps / 2)}[direction]
+        larger = halves(Piece(0, slot.shard_size))[0].size / slot.shard_size
+        sent = {"one": steps, "two": steps * larger, "two_whole": math.ceil(steps / 2)}[direction]
         return sent * shard * links.ring_load / self._link + steps * links.hops * HOP_S
 
     def _exposed(self, slot: Slot) -> float:
@@ -204,10 +203,11 @@ class Pricing:
 
     def _ring_scatter(self, slot: Slot, direction: str, unroll: int) -> float:
         """Rounds of partial einsums, each round's transfers beside the other chains' einsums of the next."""
-        ways = 1 if direction == "one" else 2
-        width = slot.shard_size // (unroll * (2 if direction == "two" else 1))
-        chains = unroll * ways
-        round_s = self._products([slot.index], width) / slot.num_shards
+        chains = unroll * (1 if direction == "one" else 2)
+        parts = [Piece(0, slot.shard_size)]
+        for _ in range((direction == "two") + (unroll == 2)):
+            parts = [half for part in parts for half in halves(part)]
+        round_s = sum(p.size * self._products([slot.index], p.size) for p in parts) / slot.shard_size / slot.num_shards
         out_bytes = self.work.result_bytes([slot.index])
         round_s += self.prices.sum_s_per_byte * out_bytes / slot.num_shards + chains * _PIECE_S
         transfer_s = self.ring(slot, direction) / (slot.num_shards - 1)
@@ -217,8 +217,7 @@ class Pricing:
         joined = out_bytes / slot.num_shards * self.prices.copy_s_per_byte
         if direction == "two_whole":  # two arrivals meet one einsum, and the compiler adds them apart from it
             joined += 3 * out_bytes / (self.where.chip.per_device().hbm_bytes_per_s or math.inf)
-        turned = _TURNED * self._products([slot.index], width) if width > _LANES and width % _LANES else 0.0
-        return slot.num_shards * round_s + waits + joined + turned + self._sliced(slot)
+        return slot.num_shards * round_s + waits + joined + self._sliced(slot)
 
     def _ring_gather(self, slot: Slot, direction: str) -> float:
         """Rounds of one einsum per arrival, whose results are added or placed; arrivals do not wait for einsums."""
