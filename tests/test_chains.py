@@ -107,8 +107,7 @@ def test_halves_by_hand() -> None:
     assert halves(Piece(0, 1280)) == (Piece(0, 640), Piece(640, 640))
     assert halves(Piece(640, 640)) == (Piece(640, 384), Piece(1024, 256))
     assert halves(Piece(0, 1152)) == (Piece(0, 640), Piece(640, 512))
-    assert halves(Piece(0, 256)) == (Piece(0, 128), Piece(128, 128))
-    assert halves(Piece(0, 128)) == (Piece(0, 64), Piece(64, 64))
+    assert halves(Piece(0, 384)) == (Piece(0, 192), Piece(192, 192))
     assert halves(Piece(0, 960)) == (Piece(0, 480), Piece(480, 480))
 
 

@@ -61,10 +61,11 @@ _LANES = 128
 def halves(piece: Piece) -> tuple[Piece, ...]:
     """A piece cut in two, unevenly if its size is odd; a piece of one row stays whole.
 
-    Two registers or more are cut between registers, maybe unevenly: where they are not, TPU compilers turn over in
-    memory all arrays that the pieces are added to, and every einsum that adds more takes a quarter longer.
+    Four registers or more are cut between registers, maybe unevenly: where they are not, TPU compilers turn over in
+    memory all arrays that the pieces are added to, and every einsum that adds more takes a quarter longer. Of three,
+    two would travel one way while the other way is half idle, which costs more.
     """
-    unit = _LANES if piece.size % _LANES == 0 and piece.size > _LANES else 1
+    unit = _LANES if piece.size % _LANES == 0 and piece.size >= 4 * _LANES else 1
     low = -(-piece.size // (2 * unit)) * unit
     if low == piece.size:
         return (piece,)
