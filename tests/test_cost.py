@@ -99,7 +99,15 @@ def test_rings_beside_row_stripes_against_compiled_steps(
     rows, *rest = shape
     work, slots, _ = down(rows // num_stripes, *rest, num_stripes, accum_bytes=2)
     one = Pricing(work, slots, Environment()).decomposed(slots[0], "ring", direction, unroll, 1)
-    assert num_stripes * one * 1e3 == pytest.approx(compiled_ms, rel=0.22)
+    assert num_stripes * one * 1e3 == pytest.approx(compiled_ms, rel=0.06)
+
+
+def test_beside_row_stripes_one_chain_each_way_is_enough() -> None:
+    """attention.out of 256B: with unroll 2 its forward pass took 1.9 ms longer, in twice as many pieces."""
+    work, slots, sizes = down(4096, 2048, 16384, 8, num_stripes=8, accum_bytes=2)
+    plan, ways = decide.choose(slots, Overlap(), sizes, work)
+    assert (plan.direction, plan.unroll) == ("two", 1)
+    assert next(way for way in ways if (way.direction, way.unroll) == ("two", 2)).seconds > plan.seconds
 
 
 def test_uneven_halves_take_as_long_as_the_larger() -> None:
