@@ -209,6 +209,14 @@ def test_bad_arguments_are_one_sentence(tmp_path, capsys, arguments, words):
     assert not (tmp_path / "out").exists()
 
 
+def test_a_folder_that_cannot_be_made_is_one_sentence(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit):
+        command.main("paper", FIGURES, ["--stored", f"--out={tmp_path / 'file' / 'out'}"])
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "cannot be made (Not a directory); choose another folder." in said
+
+
 def test_a_page_of_somebody_else_is_not_overwritten(tmp_path, capsys):
     mine = tmp_path / "paper.md"
     mine.write_text("my own notes")

@@ -10,6 +10,7 @@ from pathlib import Path
 from experiments.paper.figure import Content, Figure, Finding, Table
 from experiments.paper.results import Results
 from launch.sweep_pictures import png
+from overlapfx.train.directories import make_directory
 
 _MADE = "Made by `python -m experiments.{name}` from stored results: do not edit, run it again."
 _QUICK = (
@@ -35,7 +36,8 @@ Block = tuple[str, str] | Table  # ("h1" | "h2" | "p" | "li" | "img", text), or 
 
 
 def check(folder: Path, name: str) -> None:
-    """Raises ValueError if a page would replace a file that was not made here."""
+    """Makes the folder; raises ValueError if it cannot be, or if a page would replace a file that was not made here."""
+    make_directory(folder, "--out", "choose another folder")
     for path in (folder / f"{name}.md", folder / f"{name}.html"):
         if path.exists() and _MADE.format(name=name).split("`")[1] not in path.read_text("utf-8", "replace"):
             raise ValueError(f"{path} was not made by this command and is not overwritten; choose another --out.")
@@ -43,7 +45,6 @@ def check(folder: Path, name: str) -> None:
 
 def write(folder: Path, name: str, figures: Sequence[Figure], quick: bool, results: Results) -> list[Path]:
     """Writes both pages and a picture per figure that has one; returns their paths."""
-    folder.mkdir(parents=True, exist_ok=True)
     contents = {figure.name: figure.content(quick, results) for figure in figures}
     written = []
     for figure in figures:
