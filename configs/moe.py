@@ -2,7 +2,7 @@
 #     parameters, 96.6B active); tiny is ours.
 # Expected: tiny ends below 2.0 nats per byte on held-out pystdlib after 300 steps (measured: 1.73; 2.17 after 100,
 #     1.86 after 200; from 7.2 at the start).
-#     1T: no published figure for the step; planned, 6.38 s against 7.34 s blocking (1.15x); it fits. What the
+#     1T: no published figure for the step; planned, 6.45 s against 7.34 s blocking (1.14x); it fits. What the
 #     sizes do not say (batch, positions, capacity, the weights of the auxiliary losses, learning rate) is ours.
 # Command: overlapfx train --config=configs/moe.py:tiny
 #     overlapfx plan --config=configs/moe.py:1T --topology=v4:8x8x16
