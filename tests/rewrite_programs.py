@@ -20,7 +20,7 @@ from overlapfx.config import Overlap
 AXES = {"y": 2, "x": 4}
 # One send per hop and one ring per call, so that counts can be written down by hand.
 RING = Overlap(mode="on", method="ring", direction="one", unroll=1)
-COLLECTIVES = ("all_gather", "reduce_scatter")
+COLLECTIVES = ("all_gather", "all_gather_invariant", "reduce_scatter")
 
 
 @dataclasses.dataclass(frozen=True)

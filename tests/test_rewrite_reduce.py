@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import rewrite_programs as rp
-from core_jaxpr import count
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from rewrite_programs import COLUMNS, Program
@@ -88,14 +87,6 @@ PROGRAMS = {
 }
 
 
-def counts(function: Callable[..., Any], arguments: Any) -> dict[str, int]:
-    jaxpr = jax.make_jaxpr(function)(*arguments).jaxpr
-    return {
-        "sends": count(jaxpr, "ppermute"),
-        "blocking": count(jaxpr, "all_gather", "all_gather_invariant", "reduce_scatter"),
-    }
-
-
 # Without check_vma an AllReduce has another gradient.
 NUMBERS = [(name, True) for name in PROGRAMS] + [(name, False) for name in ("product", "then a product")]
 
@@ -128,7 +119,7 @@ def test_what_becomes_of_it(name: str, check_vma: bool) -> None:
     rewritten, arguments = overlapfx.overlap(program.mapped(check_vma), CHAINS), program.arguments()
     with pricing(SLOW):
         report = rewritten.report(*arguments)
-        found = counts(rewritten, arguments)
+        found = rp.counts(rewritten, *arguments)
     assert len(report.rewritten) == program.calls, str(report)
     assert not report.left, str(report)
     assert found == {"sends": program.sends, "blocking": program.blocking}
